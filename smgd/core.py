@@ -60,10 +60,15 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class StopRules(msgspec.Struct, frozen=True):
-    """Stop strings, matched by smgd on decoded text; engines never see them."""
+    """Stop strings, matched by smgd on decoded text; engines never see them.
+
+    `token_strings` are those strings that are one token, by its id: such ids are also sent as stop
+    ids, so that the engine stops by itself, and are reported as the strings they stand for.
+    """
 
     strings: tuple[str, ...] = ()
     include_in_output: bool = False
+    token_strings: dict[int, str] = {}
 
 
 class OutputWishes(msgspec.Struct, frozen=True):
@@ -336,6 +341,11 @@ class Worker(Protocol):
     @property
     def load(self) -> EngineLoad:
         """What the engines last reported, summed over ranks."""
+        ...
+
+    @property
+    def rank_loads(self) -> list[EngineLoad]:
+        """What each engine last reported, by rank."""
         ...
 
     @property

@@ -1,0 +1,52 @@
+# Everything a newcomer or CI needs. `make help` lists it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types coverage docs fuzz engine engine-test bench bench-quick clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(READY): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=23.2'
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+demo: $(READY) ## Start smgd with the simulated engine and stream one answer (ARGS=--once to stop there)
+	@$(BIN)/smgd demo $(ARGS)
+
+test: $(READY) ## Run the tests (ARGS="..." goes to pytest)
+	$(BIN)/pytest $(ARGS)
+
+lint: $(READY) ## Check style
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY) ## Check types
+	$(BIN)/mypy
+
+coverage: $(READY) ## Run the tests and report branch coverage
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+docs: $(READY) ## Write what is generated: docs/configuration.md and smgd.toml.example
+	$(BIN)/python -m smgd.config docs > docs/configuration.md
+	$(BIN)/python -m smgd.config example > smgd.toml.example
+
+fuzz: $(READY) ## Run every fuzz target over its corpus and some seconds beyond it
+	for target in fuzz/fuzz_*.py; do $(BIN)/python $$target || exit 1; done
+
+engine: ## Build the real engine's environment (vLLM on the CPU) and its small model, outside the checkout
+	$(PYTHON) tests/engine/build.py $(ARGS)
+
+engine-test: $(READY) ## Run the tests against the real engine (after `make engine`)
+	$(BIN)/pytest tests/engine $(ARGS)
+
+clean: ## Remove the environment and caches of the checkout
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info .coverage*

@@ -1,0 +1,242 @@
+"""The command line: `smgd launch|run|check-config|demo`.
+
+Flags and their help are made from `FLAGS` and the configuration's keys, so that a flag cannot mean,
+default to or allow anything else than its key. Only `launch`, `run` and `demo` import the daemon,
+and only when they run: help, version and `check-config` answer at once and need no engine.
+
+Exit codes: 0 stopped or fine, 1 failed (or `check-config` found a mistake), 2 wrong usage, which
+includes a configuration that cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import msgspec
+from msgspec import UNSET
+
+from smgd import __version__
+from smgd.config import Config, load
+from smgd.config.keys import FLAGS, Key, all_keys, toml
+from smgd.errors import ConfigError, WorkerError
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+
+_EXAMPLES: Final = """\
+examples:
+  smgd demo
+      start smgd with a simulated engine and stream an answer: no GPU, no download
+  smgd launch --worker-urls ipc:///tmp/smg-zmq/engine-0 --model-path Qwen/Qwen3-8B
+      serve one vLLM engine; the log says which address the engine has to dial
+  smgd launch --config smgd.toml --port 8000
+      the same from a file, with one key replaced
+  smgd check-config smgd.toml && smgd run --config smgd.toml
+
+exit codes: 0 stopped or fine, 1 failed or mistakes found, 2 wrong usage or configuration
+"""
+
+_LAUNCH: Final = """\
+start the engine for ipc:///tmp/smg-zmq/engine-0 with:
+  vllm serve MODEL --headless --data-parallel-size 1 --data-parallel-size-local 1 \\
+      --data-parallel-address 127.0.0.1 --data-parallel-rpc-port 22670
+(the port follows from the path; smgd logs it when it binds)
+
+All keys, also those without a flag: docs/configuration.md.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code, or raises SystemExit for help and wrong usage."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except ConfigError as exc:
+        _complain(exc)
+        return EXIT_USAGE
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line: `command` is to be run, flags that were given are under their keys."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.error(_unknown(unknown[0], args.parser.format_usage()))
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = _Parser(
+        prog="smgd",
+        description="OpenAI-compatible HTTP in front of headless LLM engines, over ZMQ.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("--version", action="version", version=f"smgd {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    launch = _command(commands, "launch", _serve, "run the daemon as flags say", _LAUNCH)
+    launch.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    _add_flags(launch)
+
+    run = _command(commands, "run", _serve, "run the daemon as a configuration file says")
+    run.add_argument("--config", type=Path, metavar="FILE", required=True, help="TOML file")
+
+    check = _command(commands, "check-config", _check_config, "tell every mistake of a file")
+    check.add_argument("config", type=Path, metavar="FILE", help="TOML file")
+
+    demo = _command(commands, "demo", _demo, "stream an answer from a simulated engine")
+    demo.add_argument("--once", action="store_true", help="stop after one answer")
+    return parser
+
+
+# ------------------------------------------------------------------------------- the commands
+
+
+def configuration(args: argparse.Namespace) -> Config:
+    """Return what the file and the flags of a command line say; ConfigError if it cannot be."""
+    flags = {name: value for name, value in vars(args).items() if name in FLAGS.values()}
+    config = load(args.config, flags)
+    _check_addresses(config)
+    return config
+
+
+def _check_addresses(config: Config) -> None:
+    """Find out before anything starts what a worker's socket path or handshake port collides with.
+
+    Not a part of reading: the rules of the addresses belong to the engine side.
+    """
+    from smgd.engine.paths import check_collisions, derive
+
+    hosts = (config.server.host, config.server.port), (config.metrics_host, config.metrics.port)
+    try:
+        check_collisions(
+            [derive(worker.url, worker.zmq_handshake_address or None) for worker in config.workers],
+            own=[f"{host}:{port}" for host, port in hosts],
+        )
+    except WorkerError as exc:
+        raise ConfigError(str(exc)) from exc
+
+
+def _serve(args: argparse.Namespace) -> int:
+    config = configuration(args)
+    from smgd.daemon import main_run
+
+    return main_run(config)
+
+
+def _check_config(args: argparse.Namespace) -> int:
+    try:
+        configuration(args)
+    except ConfigError as exc:
+        _complain(exc)
+        return EXIT_FAILED
+    print(f"{args.config}: OK")
+    return EXIT_OK
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from smgd.demo import main as demo
+
+    return demo(once=args.once)
+
+
+def _complain(error: ConfigError) -> None:
+    for line in str(error).splitlines():
+        print(f"smgd: {line}", file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------- argparse
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, shows texts as they are, takes no abbreviated flags."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            **options, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _command(
+    commands: Any,
+    name: str,
+    function: Callable[[argparse.Namespace], int],
+    summary: str,
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=epilog
+    )
+    parser.set_defaults(command=function, parser=parser)
+    return parser
+
+
+_CONFIG_HELP: Final = "TOML file to start from; flags replace keys of it"
+
+# Flags that are not simply one flag and one value.
+_SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "--worker-urls": {"nargs": "+", "action": "extend"},
+    "--served-model-name": {"nargs": "+"},
+    "--log-json": {"nargs": "?", "const": True},
+}
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of `FLAGS`; only those given are in the namespace, under their key's path."""
+    keys = all_keys()
+    groups: dict[str, Any] = {}
+    for flag, path in FLAGS.items():
+        key, table = keys[path], path.partition(".")[0]
+        if table not in groups:
+            groups[table] = parser.add_argument_group(f"[{table}]")
+        groups[table].add_argument(
+            flag,
+            dest=path,
+            metavar=flag.rpartition("-")[2].upper(),
+            type=partial(_value, key),
+            default=argparse.SUPPRESS,
+            help=flag_help(key),
+            **_SHAPES.get(flag, {}),
+        )
+
+
+def flag_help(key: Key) -> str:
+    """Return the text of a flag: what its key says, then the key, its values and default."""
+    facts = [key.path]
+    if key.allowed != "text":
+        facts.append(key.allowed)
+    if key.default not in (UNSET, ""):
+        facts.append(f"default {toml(key.default)}")
+    return f"{key.description} [{'; '.join(facts)}]".replace("%", "%%")
+
+
+def _value(key: Key, text: str) -> Any:
+    try:
+        return msgspec.convert(text, key.type, strict=False)
+    except msgspec.ValidationError as exc:
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed is {key.allowed}") from exc
+
+
+def _unknown(argument: str, usage: str) -> str:
+    if not argument.startswith("-"):
+        return f"there is nothing to do with {argument!r}"
+    flags = re.findall(r"--[a-z-]+", usage)
+    near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
+    return f"there is no flag {argument}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The configuration: what can be set, read from a TOML file and from flags into one `Config`.
+
+`schema` describes every key once; `keys` gives those descriptions as data, and the flag that writes
+each key; `load` reads; `reference` writes docs/configuration.md and smgd.toml.example
+(`python -m smgd.config docs|example`).
+"""
+
+from smgd.config.load import load
+from smgd.config.schema import (
+    Config,
+    LimitsConfig,
+    LogConfig,
+    MetricsConfig,
+    ModelConfig,
+    RoutingConfig,
+    ServerConfig,
+    TimeoutsConfig,
+    WorkerConfig,
+)
+
+__all__ = [
+    "Config",
+    "LimitsConfig",
+    "LogConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "RoutingConfig",
+    "ServerConfig",
+    "TimeoutsConfig",
+    "WorkerConfig",
+    "load",
+]

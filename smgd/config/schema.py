@@ -1,0 +1,295 @@
+"""The settings of smgd as structs: the only place where a key is described.
+
+Type and limits, default, unit and text of a key give the check of a file, the texts of errors,
+`--help`, docs/configuration.md and smgd.toml.example. A key exists because something reads it.
+Empty text stands for "not set", since TOML has no null.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from smgd.errors import ConfigError
+
+RUNTIMES: Final = ("vllm",)
+
+_SECONDS: Final = {"unit": "seconds"}
+_BYTES: Final = {"unit": "bytes"}
+
+_Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class ServerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The HTTP side: where clients connect, and how long and how much they may send."""
+
+    host: Annotated[str, Meta(description="Address to listen on, IPv4 or IPv6.")] = "0.0.0.0"
+    port: Annotated[_Port, Meta(description="Port to listen on; 0 takes any free one.")] = 30000
+    backlog: Annotated[
+        int, Meta(ge=1, description="Connections that may wait in the kernel to be accepted.")
+    ] = 2048
+    keep_alive_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long an idle connection is kept open for another request.",
+        ),
+    ] = 90
+    header_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long a client may take to send the head of a request.",
+        ),
+    ] = 30
+    write_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long a client may leave unread what is sent to it before the"
+            " connection is cut and its request aborted.",
+        ),
+    ] = 30
+    max_payload_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            extra=_BYTES,
+            description="Largest request body; a larger one is answered with status 413.",
+        ),
+    ] = 512 * 1024 * 1024
+    sse_keepalive: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="Silence after which a stream gets a comment line that keeps proxies from"
+            " closing it; also the longest that the head of a stream waits for the first token.",
+        ),
+    ] = 15
+    shutdown_grace: Annotated[
+        float,
+        Meta(
+            ge=0,
+            extra=_SECONDS,
+            description="How long running requests may still take after a stop signal before they"
+            " are aborted.",
+        ),
+    ] = 180
+    drain_window: Annotated[
+        float,
+        Meta(
+            ge=0,
+            extra=_SECONDS,
+            description="How long new connections are still accepted after a stop signal, while"
+            " /readiness already answers 503, so that balancers can turn away first.",
+        ),
+    ] = 2
+
+
+class MetricsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The listener that Prometheus scrapes."""
+
+    host: Annotated[
+        str, Meta(description="Address of the metrics listener; empty: that of server.host.")
+    ] = ""
+    port: Annotated[
+        _Port, Meta(description="Port of the metrics listener; 0 takes any free one.")
+    ] = 29000
+
+
+class LogConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The log, on standard error: one line for each request and each change of a worker."""
+
+    level: Annotated[
+        Literal["debug", "info", "warn", "warning", "error"],
+        Meta(
+            description="Least severe level that is logged: debug, info, warn (or warning), error."
+        ),
+    ] = "info"
+    json: Annotated[
+        Literal["auto"] | bool,
+        Meta(
+            description="Whether a line is a JSON object or text; auto: text on a terminal,"
+            " JSON elsewhere."
+        ),
+    ] = "auto"
+
+
+class LimitsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What one request may ask for, and what it may take of the daemon."""
+
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most alternatives per token that a request may ask for; not above the"
+            " --max-logprobs of the engines.",
+        ),
+    ] = 20
+    tokenizer_inline_chars: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra={"unit": "characters"},
+            description="Longest text that is tokenized on the event loop; a longer one goes to a"
+            " thread, so that it does not hold up the streams.",
+        ),
+    ] = 8192
+    tokenizer_threads: Annotated[
+        int, Meta(ge=1, description="Long texts that are tokenized at the same time.")
+    ] = 2
+
+
+class TimeoutsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How long an engine may take before something is done about it."""
+
+    zmq_startup: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long to wait for each handshake message of an engine before the wait"
+            " is reported; an engine that comes later is still served.",
+        ),
+    ] = 600
+    send: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long sending to an engine may block before it counts as lost.",
+        ),
+    ] = 10
+    silence: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long an engine with requests in flight may send nothing before it"
+            " counts as lost.",
+        ),
+    ] = 300
+
+
+class RoutingConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How requests are spread over the workers of a model."""
+
+    policy: Annotated[
+        Literal["least_load", "round_robin"],
+        Meta(description="How a worker is chosen among those that are ready."),
+    ] = "least_load"
+
+
+class ModelConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A model that is served: one table for each, under its name."""
+
+    path: Annotated[
+        str,
+        Meta(
+            description="Directory or Hugging Face id of the model, for its tokenizer, chat"
+            " template and stop tokens; empty: the name of the model."
+        ),
+    ] = ""
+    tokenizer_path: Annotated[
+        str,
+        Meta(
+            description="Directory or Hugging Face id of the tokenizer, if it is not the model's;"
+            " empty: the model's path."
+        ),
+    ] = ""
+    chat_template: Annotated[
+        str,
+        Meta(
+            description="File with a Jinja chat template to use in place of the model's; empty:"
+            " the model's."
+        ),
+    ] = ""
+    aliases: Annotated[
+        tuple[str, ...], Meta(description="Other names by which clients may ask for the model.")
+    ] = ()
+
+
+class WorkerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A worker: one set of sockets that smgd binds, and the engine or engines that dial them."""
+
+    url: Annotated[
+        str,
+        Meta(
+            examples=["ipc:///tmp/smg-zmq/engine-0"],
+            description="ipc://PATH: sockets are bound at PATH-in.sock and PATH-out.sock, in a"
+            " directory that belongs to smgd's user.",
+        ),
+    ]
+    runtime_type: Annotated[
+        str, Meta(description=f"Engine behind the worker: {' or '.join(RUNTIMES)}.")
+    ] = RUNTIMES[0]
+    model: Annotated[
+        str, Meta(description="Name of the model that the worker serves; empty: the only one.")
+    ] = ""
+    zmq_handshake_address: Annotated[
+        str,
+        Meta(
+            description="tcp://HOST:PORT that engines dial first; empty: 127.0.0.1 and a port in"
+            " 20000..29999 computed from the url."
+        ),
+    ] = ""
+    engine_count: Annotated[
+        int, Meta(ge=1, description="Data-parallel engines that dial in to this worker.")
+    ] = 1
+
+
+ModelName: TypeAlias = Annotated[
+    str,
+    Meta(
+        examples=["meta-llama/Llama-3.1-8B-Instruct"],
+        description="Name of a model for clients; further names on the command line become its"
+        " aliases, and without any the model's path is its name.",
+    ),
+]
+
+
+class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """All settings of a daemon, after file and flags were read."""
+
+    server: ServerConfig = ServerConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    log: LogConfig = LogConfig()
+    limits: LimitsConfig = LimitsConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    routing: RoutingConfig = RoutingConfig()
+    models: dict[ModelName, ModelConfig] = {}
+    workers: tuple[WorkerConfig, ...] = ()
+
+    @property
+    def metrics_host(self) -> str:
+        """Return the address of the metrics listener."""
+        return self.metrics.host or self.server.host
+
+    def model_path(self, name: str) -> str:
+        """Return where the files of a configured model are: a directory or a Hugging Face id."""
+        return self.models[name].path or name
+
+    def tokenizer_path(self, name: str) -> str:
+        """Return where the tokenizer of a configured model is."""
+        return self.models[name].tokenizer_path or self.model_path(name)
+
+    def model_of(self, worker: WorkerConfig) -> str:
+        """Return the name of the model that `worker` serves; ConfigError if it is not known."""
+        known = ", ".join(self.models)
+        if worker.model in self.models:
+            return worker.model
+        if worker.model:
+            raise ConfigError(
+                f"worker {worker.url} serves model {worker.model!r}, for which there is no"
+                f' [models."{worker.model}"]; there is: {known or "none"}'
+            )
+        if len(self.models) == 1:
+            return known
+        hint = f"set its model to one of {known}" if known else "give --model-path or [models.ID]"
+        raise ConfigError(f"ZMQ worker {worker.url} has no model identity: {hint}")

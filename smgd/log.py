@@ -1,0 +1,159 @@
+"""The log: one line an event, text on a terminal and JSON elsewhere, on standard error.
+
+The supervisor (systemd, a container runtime) does the rest: no files, no rotation, no sockets here.
+Three things are ours beside structlog's usual chain:
+
+- `set_level` works on a running daemon. The filtering methods sit on one class of ours, `Logger`,
+  that every bound logger is an instance of; changing the level exchanges the methods of the class,
+  so a filtered line still costs one call of an empty function.
+- `configure` may be called again. Loggers are cached on first use, but what they share (processors,
+  output) is changed in place, so a cached one follows.
+- What libraries say through `logging`, from warnings up, becomes lines of the same form.
+
+A line costs a few microseconds: one for each request and each change of a worker, none per token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from datetime import UTC, datetime
+from typing import Any, BinaryIO, Final, Literal, TextIO
+
+import msgspec
+import structlog
+from structlog.typing import EventDict, Processor
+
+LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+class Logger(structlog.make_filtering_bound_logger(logging.INFO)):  # type: ignore[misc]
+    """The class of all bound loggers; `set_level` exchanges its methods."""
+
+
+def configure(
+    level: str = "info", json: Literal["auto"] | bool = "auto", stream: TextIO | None = None
+) -> None:
+    """Send all log lines to `stream` (default: standard error), from `level` up.
+
+    `json` is True for one JSON object a line, False for text, "auto" for text on a terminal only.
+    Raises KeyError for a level that is not in `LEVELS`.
+    """
+    global _output
+    stream = stream or sys.stderr
+    terminal = stream.isatty()
+    _output = stream.buffer
+    as_text = terminal if json == "auto" else not json
+    _processors[:] = [
+        structlog.contextvars.merge_contextvars,
+        _add_origin,
+        *(_text_processors(colors=terminal) if as_text else _json_processors()),
+    ]
+    structlog.configure(
+        processors=_processors,
+        wrapper_class=Logger,
+        logger_factory=_Sink,
+        cache_logger_on_first_use=True,
+    )
+    set_level(level)
+    logging.getLogger().addHandler(_from_libraries)
+
+
+def set_level(level: str) -> None:
+    """Log from `level` up, in every logger that exists; KeyError if it is not in `LEVELS`."""
+    source = structlog.make_filtering_bound_logger(LEVELS[level])
+    for name, method in vars(source).items():
+        if not name.startswith("__"):
+            setattr(Logger, name, method)
+
+
+_output: BinaryIO
+_processors: list[Processor] = []
+
+
+class _Sink:
+    """The end of every logger: writes finished lines to the one output.
+
+    A whole line is one write to a buffered stream, which takes its own lock: lines of threads do
+    not mix.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str = "smgd") -> None:
+        self.name = name
+
+    def msg(self, line: bytes) -> None:
+        # A log that cannot be written (its reader is gone, the disk is full, the stream is closed)
+        # can be reported nowhere, and must not end the request that had something to say.
+        try:
+            _output.write(line)
+            _output.flush()
+        except (OSError, ValueError):
+            return
+
+    debug = info = warning = error = critical = msg
+
+
+def _add_origin(logger: _Sink, method: str, event: EventDict) -> EventDict:
+    """Put time (UTC; ISO 8601 when rendered), level, logger and event before the rest."""
+    origin: dict[str, Any] = {
+        "timestamp": datetime.now(UTC),
+        "level": method,
+        "logger": logger.name,
+        "event": event.pop("event", ""),
+    }
+    origin.update(event)
+    return origin
+
+
+def _json_processors() -> list[Processor]:
+    return [structlog.processors.format_exc_info, _render_json]
+
+
+_encode_json = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+def _render_json(_logger: object, _method: str, event: MutableMapping[str, Any]) -> bytes:
+    try:
+        return _encode_json(event) + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, as in a file name: the line has to appear
+        origin = {"timestamp": event["timestamp"]}
+        return _encode_json({key: repr(value) for key, value in event.items()} | origin) + b"\n"
+
+
+def _text_processors(*, colors: bool) -> list[Processor]:
+    render = structlog.dev.ConsoleRenderer(
+        colors=colors and "NO_COLOR" not in os.environ,
+        exception_formatter=structlog.dev.plain_traceback,
+    )
+
+    def to_bytes(logger: object, method: str, event: EventDict) -> bytes:
+        event["timestamp"] = f"{event['timestamp']:%Y-%m-%dT%H:%M:%S.%fZ}"
+        return f"{render(logger, method, event)}\n".encode(errors="backslashreplace")
+
+    return [to_bytes]
+
+
+class _FromLibraries(logging.Handler):
+    """Turns records of the standard library's logging into lines of ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger(record.name)
+        say = log.error if record.levelno >= logging.ERROR else log.warning
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError, KeyError):  # arguments that do not fit the library's text
+            message = f"{record.msg} {record.args}"
+        say(message, exc_info=record.exc_info)
+
+
+_from_libraries = _FromLibraries(logging.WARNING)

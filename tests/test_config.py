@@ -1,0 +1,302 @@
+"""One Config from defaults, file and flags; errors that say what to do; docs that cannot differ."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smgd import config as package
+from smgd.config import Config, ModelConfig, WorkerConfig, load
+from smgd.config.keys import FLAGS, MODEL, all_keys, keys_of, tables
+from smgd.config.load import contradictions, convert, override, parse
+from smgd.config.reference import docs, example
+from smgd.errors import ConfigError
+
+ROOT = Path(package.__file__).parents[2]
+URL = "ipc:///tmp/smg-zmq/engine-0"
+UNSUPPORTED = (
+    "ZMQ worker ipc:///a has unsupported runtime sglang: only vllm is supported over the ZMQ"
+    " direct backend"
+)
+
+
+def mistakes(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "smgd.toml")
+    return str(caught.value).splitlines()
+
+
+# ------------------------------------------------------------------------------- the keys
+
+
+def test_every_key_is_described_and_has_words_for_its_values() -> None:
+    for key in all_keys().values():
+        assert key.description.endswith("."), key.path
+        assert key.allowed, key.path
+        assert key.sample is not msgspec.UNSET, key.path
+
+
+def test_every_table_is_described() -> None:
+    for name, struct in tables():
+        assert (struct.__doc__ or "").strip(), name
+
+
+def test_every_flag_is_one_key() -> None:
+    assert set(FLAGS.values()) <= all_keys().keys()
+    assert len(set(FLAGS.values())) == len(FLAGS)
+
+
+def test_settings_cannot_be_changed_after_start() -> None:
+    with pytest.raises(AttributeError, match="immutable"):
+        Config().server.port = 1  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------- the file
+
+
+def test_an_empty_file_gives_the_defaults() -> None:
+    assert parse("", "smgd.toml") == Config()
+
+
+def test_a_whole_file() -> None:
+    config = parse(
+        f"""
+        server = {{ port = 8000, keep_alive_timeout = 5, write_timeout = inf }}
+        log.json = true
+        [models."meta/llama"]
+        aliases = ["llama"]
+        [[workers]]
+        url = "{URL}"
+        [[workers]]
+        url = "ipc:///tmp/smg-zmq/engine-1"
+        engine_count = 2
+        """,
+        "smgd.toml",
+    )
+    assert config.server.port == 8000
+    assert config.server.keep_alive_timeout == 5.0
+    assert config.server.write_timeout == float("inf")
+    assert config.log.json is True
+    assert config.models == {"meta/llama": ModelConfig(aliases=("llama",))}
+    assert config.workers[1] == WorkerConfig(url="ipc:///tmp/smg-zmq/engine-1", engine_count=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[server]\nprot = 1", "server.prot: there is no such key; did you mean port? There are: "),
+        ("[sever]", "sever: there is no such key; did you mean server? There are: server, "),
+        ("port = 1", "port: there is no such key; did you mean server.port or metrics.port? "),
+        ("[log]\nzzz = 1", "log.zzz: there is no such key. There are: level, json"),
+        ('[models."a.b"]\npth = ""', 'models."a.b".pth: there is no such key; did you mean path?'),
+        ('[server]\nport = "x"', 'server.port: found "x", allowed is an integer from 0 to 65535'),
+        ("[server]\nport = true", "server.port: found true, allowed is an integer from 0 to 65535"),
+        ("[server]\nport = 65536", "server.port: found 65536, allowed is an integer from 0 to "),
+        ("[server]\nbacklog = 0", "server.backlog: found 0, allowed is an integer from 1 up"),
+        ("[timeouts]\nsend = 0", "timeouts.send: found 0, allowed is seconds, a number above 0"),
+        ("[timeouts]\nsend = nan", "timeouts.send: found nan, allowed is seconds, a number above"),
+        ("[server]\nhost = 1", "server.host: found 1, allowed is text"),
+        ('[log]\njson = "yes"', 'log.json: found "yes", allowed is "auto" or true or false'),
+        ('[routing]\npolicy = "x"', 'routing.policy: found "x", allowed is "least_load", "round'),
+        ('[models.a]\naliases = "b"', 'models."a".aliases: found "b", allowed is a list of text'),
+        ("[[workers]]", 'workers[0].url: must be given, such as "ipc:///tmp/smg-zmq/engine-0"'),
+        (
+            f'[workers]\nurl = "{URL}"',
+            'workers: found {"url":"ipc:///tmp/smg-zmq/engine-0"}, allow',
+        ),
+        ("workers = [3]", "workers[0]: found 3, allowed is a table [[workers]]"),
+        ("models = 3", 'models: found 3, allowed is a table [models."ID"]'),
+        ("server = 2026-11-29", 'server: found "2026-11-29", allowed is a table [server]'),
+        (f'[server]\nport = "{"9" * 99}"', f'server.port: found "{"9" * 59}..., allowed is an i'),
+    ],
+)
+def test_a_mistake_names_file_key_value_and_what_is_allowed(text: str, said: str) -> None:
+    (line,) = mistakes(text)
+    assert line.startswith(f"smgd.toml: {said}")
+
+
+def test_all_mistakes_of_a_file_are_told_at_once() -> None:
+    assert len(mistakes('[server]\nport = "x"\nprot = 1\n[log]\nlevel = "loud"')) == 3
+
+
+def test_a_file_that_is_not_toml_is_told_with_the_place() -> None:
+    (line,) = mistakes("[server]\nport 3")
+    assert line.startswith("smgd.toml: this is not TOML: ")
+    assert "line 2, column 6" in line
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read: No such file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "latin").write_bytes(b"# caf\xe9")
+    with pytest.raises(ConfigError, match="latin: this is not TOML: not UTF-8 at byte 5"):
+        load(tmp_path / "latin")
+
+
+leaf = st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "a", "auto", URL])
+value = leaf | st.lists(leaf, max_size=2)
+names = st.sampled_from(["", "port", "url", "aliases", "json", "path", "send"])
+table = st.dictionaries(names, value, max_size=3)
+anything = value | table | st.lists(table, max_size=2) | st.dictionaries(names, table, max_size=2)
+
+
+@given(st.dictionaries(st.sampled_from([*Config.__struct_fields__, "x"]), anything, max_size=4))
+def test_any_tables_make_a_config_or_a_config_error(data: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        assert isinstance(convert(data, "smgd.toml"), Config)
+
+
+# ------------------------------------------------------------------------------- flags over it
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "smgd.toml"
+    file.write_text('[server]\nport = 1\nhost = "::1"\n[metrics]\nport = 2')
+    config = load(file, {"server.port": 3, "log.level": "debug"})
+    assert (config.server.port, config.server.host) == (3, "::1")
+    assert (config.metrics.port, config.log.level) == (2, "debug")
+    assert config.timeouts == Config().timeouts
+
+
+def test_flags_make_a_model_named_like_its_path() -> None:
+    config = override(Config(), {f"{MODEL}.path": "/models/m", f"{MODEL}.chat_template": "t.jinja"})
+    assert config.models == {"/models/m": ModelConfig(path="/models/m", chat_template="t.jinja")}
+
+
+def test_served_names_are_name_and_aliases() -> None:
+    config = override(Config(), {f"{MODEL}.path": "/models/m", MODEL: ["m", "default"]})
+    assert config.models == {"m": ModelConfig(path="/models/m", aliases=("default",))}
+
+
+def test_flags_change_the_only_model_of_the_file() -> None:
+    file = parse('[models."org/m"]\naliases = ["x"]', "smgd.toml")
+    assert override(file, {f"{MODEL}.tokenizer_path": "org/t"}).models == {
+        "org/m": ModelConfig(path="", tokenizer_path="org/t", aliases=("x",))
+    }
+    assert override(file, {MODEL: ["m"]}).models == {"m": ModelConfig(path="org/m", aliases=("x",))}
+
+
+def test_flags_about_no_model_or_one_of_many_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--model-path is missing"):
+        override(Config(), {f"{MODEL}.tokenizer_path": "t"})
+    several = parse("[models.a]\n[models.b]", "smgd.toml")
+    with pytest.raises(ConfigError, match=r"the file has 2 \(a, b\)"):
+        override(several, {f"{MODEL}.path": "c"})
+
+
+def test_worker_urls_take_the_place_of_the_files_workers() -> None:
+    file = parse('[models.m]\n[[workers]]\nurl = "ipc:///a"\nengine_count = 2', "smgd.toml")
+    assert override(file, {"workers.url": ["ipc:///b"]}).workers == (WorkerConfig(url="ipc:///b"),)
+    assert override(file, {"workers.runtime_type": "x"}).workers == (
+        WorkerConfig(url="ipc:///a", engine_count=2, runtime_type="x"),
+    )
+
+
+# ------------------------------------------------------------------------------- all together
+
+
+def check(text: str) -> list[str]:
+    return list(contradictions(parse(text, "smgd.toml")))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[metrics]\nport = 30000", "server.port and metrics.port are both 30000"),
+        (
+            '[models.m]\n[[workers]]\nurl = "ipc:///a"\n[[workers]]\nurl = "ipc:///a"',
+            "2 workers have the url ipc:///a",
+        ),
+        ('[models.a]\naliases = ["b"]\n[models.b]', "2 models have the name 'b'"),
+        ('[models.a]\naliases = [""]', "a model or an alias has no name"),
+        (
+            '[[workers]]\nurl = "ipc:///a"',
+            "ZMQ worker ipc:///a has no model identity: give --model-path or [models.ID]",
+        ),
+        (
+            '[models.a]\n[models.b]\n[[workers]]\nurl = "ipc:///a"',
+            "ZMQ worker ipc:///a has no model identity: set its model to one of a, b",
+        ),
+        (
+            '[models.a]\n[[workers]]\nurl = "ipc:///a"\nmodel = "b"',
+            "worker ipc:///a serves model 'b', for which there is no [models.\"b\"]; there is: a",
+        ),
+        (
+            '[models.a]\n[[workers]]\nurl = "ipc:///a"\nruntime_type = "sglang"',
+            UNSUPPORTED,
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(text: str, said: str) -> None:
+    assert check(text) == [said]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "server.port = 0\nmetrics.port = 0",
+        '[server]\nhost = "127.0.0.1"\n[metrics]\nhost = "127.0.0.2"\nport = 30000',
+        '[models.a]\n[models.b]\n[[workers]]\nurl = "ipc:///a"\nmodel = "b"',
+    ],
+)
+def test_settings_that_do_not(text: str) -> None:
+    assert check(text) == []
+
+
+def test_contradictions_are_told_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "smgd.toml"
+    file.write_text("[metrics]\nport = 30000")
+    with pytest.raises(ConfigError, match=r"smgd\.toml: server\.port and metrics\.port"):
+        load(file)
+    assert load(file, {"metrics.port": 1}).metrics.port == 1
+
+
+def test_what_is_empty_follows_from_the_rest() -> None:
+    config = parse('server.host = "::1"\n[models."org/m"]\n[[workers]]\nurl = "ipc:///a"', "f")
+    assert config.metrics_host == "::1"
+    assert config.model_of(config.workers[0]) == "org/m"
+    assert config.model_path("org/m") == config.tokenizer_path("org/m") == "org/m"
+
+    config = parse('metrics.host = "::2"\n[models.m]\npath = "/m"\ntokenizer_path = "/t"', "f")
+    assert config.metrics_host == "::2"
+    assert (config.model_path("m"), config.tokenizer_path("m")) == ("/m", "/t")
+
+
+# ------------------------------------------------------------------------------- what is generated
+
+
+def test_the_example_loads_to_the_defaults() -> None:
+    assert parse(example(), "smgd.toml.example") == Config()
+
+
+def test_the_example_with_every_key_loads_to_the_defaults() -> None:
+    text = re.sub(r"(?m)^#(?=[\[\w])", "", example())
+    for name, struct in tables():
+        for key in keys_of(name, struct):
+            assert f"\n{key.name} = " in text
+    assert parse(text, "smgd.toml") == Config(
+        models={"meta-llama/Llama-3.1-8B-Instruct": ModelConfig()},
+        workers=(WorkerConfig(url=URL),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "generate"), [("docs/configuration.md", docs), ("smgd.toml.example", example)]
+)
+def test_the_committed_file_is_the_generated_one(file: str, generate: Any) -> None:
+    assert (ROOT / file).read_text(encoding="utf-8") == generate(), "run `make docs`"
+
+
+def test_the_module_prints_what_is_generated() -> None:
+    command = [sys.executable, "-m", "smgd.config", "example"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == example()
