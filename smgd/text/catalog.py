@@ -1,0 +1,66 @@
+"""The models that this daemon serves, by every name a client may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from smgd.errors import ApiError, ModelError, invalid_request, model_not_found
+from smgd.text.model import Model
+
+
+class Catalog:
+    """Loaded models and those still awaited. A name is matched exactly and case-sensitively."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._models: dict[str, Model | ModelError | None] = {}
+
+    def expect(self, model_id: str, aliases: Iterable[str] = ()) -> None:
+        """Announce a model before its files are loaded."""
+        self._models.setdefault(model_id, None)
+        for name in (model_id, *aliases):
+            self._names[name] = model_id
+
+    def loaded(self, model: Model) -> None:
+        """Serve a model from now on."""
+        self._models[model.id] = model
+
+    def failed(self, model_id: str, error: ModelError) -> None:
+        """Note why a model cannot be served; a later `loaded` makes it good."""
+        self._models[model_id] = error
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of all models, loaded or not."""
+        return list(self._models)
+
+    @property
+    def missing(self) -> list[str]:
+        """The ids of the models whose tokenizer is not there (yet)."""
+        return [i for i, model in self._models.items() if not isinstance(model, Model)]
+
+    def resolve(self, name: str) -> str:
+        """Return the id behind a name or alias. Raises `ApiError` 404."""
+        try:
+            return self._names[name]
+        except KeyError:
+            raise model_not_found(name) from None
+
+    def get(self, name: str | None) -> Model:
+        """Return the model a client asks for; an absent name means the only model there is.
+
+        Raises `ApiError`: 404 for an unknown name, 400 for none among several models, 503 while
+        the tokenizer is not loaded.
+        """
+        if not name:
+            if len(self._models) != 1:
+                text = "Missing required parameter: 'model'. This server has several models."
+                raise invalid_request("missing_required_parameter", text, "model")
+            name = next(iter(self._models))
+        model_id = self.resolve(name)
+        model = self._models[model_id]
+        if isinstance(model, Model):
+            return model
+        reason = f": {model}" if model is not None else " yet"
+        text = f"The tokenizer of model '{model_id}' is not loaded{reason}"
+        raise ApiError(503, "tokenizer_not_found", text, retry_after=1) from model
