@@ -61,6 +61,7 @@ class Registration(msgspec.Struct):
 
 _handshake_decoder = msgspec.msgpack.Decoder(HandshakeMessage)
 _registration_decoder = msgspec.msgpack.Decoder(Registration)
+_map_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 def decode_handshake(payload: bytes) -> HandshakeMessage:
@@ -71,6 +72,11 @@ def decode_handshake(payload: bytes) -> HandshakeMessage:
 def decode_registration(payload: bytes) -> Registration:
     """Read a registration map. Raises `RemoteProtocolError`."""
     return _decode(_registration_decoder, payload, "registration")
+
+
+def decode_map(payload: bytes) -> dict[str, Any]:
+    """Read all of a registration map, known keys or not. Raises `RemoteProtocolError`."""
+    return _decode(_map_decoder, payload, "registration")
 
 
 def encode_init(inputs: list[str], outputs: list[str]) -> bytes:

@@ -1,0 +1,1 @@
+"""Everything between a neutral request and a headless engine: session, dialects, guard, sockets."""

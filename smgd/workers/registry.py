@@ -1,0 +1,92 @@
+"""The workers of this daemon: by id, by URL, by model, and which of them take requests now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from smgd.core import Worker
+from smgd.errors import WorkerError, no_available_workers
+from smgd.metrics import RankSample, WorkerSample
+
+
+class Registry:
+    """All workers, in the order in which they were added.
+
+    Whoever owns a worker tells `changed` when its state has changed; those who asked with
+    `on_change` hear of it, and of workers that were added or removed.
+    """
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self._listeners: list[Callable[[Worker], None]] = []
+
+    def add(self, worker: Worker) -> None:
+        """Register a worker. Raises `WorkerError` if its id or URL is taken."""
+        if worker.id in self.workers or self.by_url(worker.url) is not None:
+            raise WorkerError(f"worker {worker.url} is registered already")
+        self.workers[worker.id] = worker
+        self.changed(worker)
+
+    def remove(self, worker_id: str) -> Worker | None:
+        """Forget a worker and return it, if there was one."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            self.changed(worker)
+        return worker
+
+    def get(self, worker_id: str) -> Worker | None:
+        """Return a worker by its id."""
+        return self.workers.get(worker_id)
+
+    def by_url(self, url: str) -> Worker | None:
+        """Return a worker by its URL."""
+        return next((worker for worker in self.workers.values() if worker.url == url), None)
+
+    def of_model(self, model_id: str) -> list[Worker]:
+        """Return the workers of a model, ready or not."""
+        return [worker for worker in self.workers.values() if worker.model_id == model_id]
+
+    def candidates(self, model_id: str) -> list[Worker]:
+        """Return the workers of a model that take requests now, in a stable order."""
+        return [worker for worker in self.of_model(model_id) if worker.state == "ready"]
+
+    def ready_count(self) -> int:
+        """Return how many workers take requests now."""
+        return sum(worker.state == "ready" for worker in self.workers.values())
+
+    def known_max_model_len(self, model_id: str) -> int | None:
+        """Return the smallest context (tokens) among a model's ready workers, None without any."""
+        infos = [worker.info for worker in self.candidates(model_id)]
+        return min((info.max_model_len for info in infos if info is not None), default=None)
+
+    def max_model_len(self, model_id: str) -> int:
+        """Return the same; raises the `ApiError` (503) that says that no worker is ready."""
+        length = self.known_max_model_len(model_id)
+        if length is None:
+            raise no_available_workers(model_id)
+        return length
+
+    def samples(self) -> list[WorkerSample]:
+        """Return what is true of every worker now, for the metrics."""
+        return [
+            WorkerSample(
+                worker=worker.url,
+                model=worker.model_id,
+                healthy=worker.state == "ready",
+                requests_active=worker.requests_active,
+                ranks=[
+                    RankSample(rank, load.running, load.waiting, load.kv_usage)
+                    for rank, load in enumerate(worker.rank_loads)
+                ],
+            )
+            for worker in self.workers.values()
+        ]
+
+    def on_change(self, listener: Callable[[Worker], None]) -> None:
+        """Have a function called after every change of a worker."""
+        self._listeners.append(listener)
+
+    def changed(self, worker: Worker) -> None:
+        """Tell the listeners that a worker has changed."""
+        for listener in self._listeners:
+            listener(worker)

@@ -1,0 +1,134 @@
+"""A worker whose engines dial in over ZMQ: one `EngineLink` behind the `Worker` interface."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+import trio
+
+from smgd.core import (
+    Dialect,
+    EngineInfo,
+    EngineLoad,
+    GenerationRequest,
+    Receiver,
+    RequestIds,
+    WorkerState,
+)
+from smgd.engine import guard
+from smgd.engine.link import DEFAULT_SETTINGS, EngineLink, LinkSettings
+from smgd.engine.paths import Addresses
+from smgd.engine.transport import WorkerSockets
+from smgd.engine.zmqio import ZmqContext, bind_worker
+from smgd.errors import EngineLostError
+from smgd.workers.lifecycle import Lifecycle
+
+
+def binder(context: ZmqContext) -> Callable[[Addresses], WorkerSockets]:
+    """Return the function that binds a worker's sockets in a context."""
+
+    def bind(addresses: Addresses) -> WorkerSockets:
+        return bind_worker(context, addresses.handshake, addresses.input, addresses.output)
+
+    return bind
+
+
+class ZmqWorker:
+    """Runs requests on the engines that dial one socket path; `run` is its life.
+
+    `vocab_size` is that of the model's configuration: ids at or above it kill an engine; None if it
+    is not known. `on_change` hears of every change of `state`.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        model_id: str,
+        dialect: Dialect,
+        ids: RequestIds,
+        bind: Callable[[Addresses], WorkerSockets],
+        *,
+        engines: int = 1,
+        vocab_size: int | None = None,
+        settings: LinkSettings = DEFAULT_SETTINGS,
+        on_change: Callable[[ZmqWorker], None] = lambda _: None,
+    ) -> None:
+        self.id = str(uuid.uuid4())
+        self.url = addresses.url
+        self.model_id = model_id
+        self.runtime = dialect.name
+        self.vocab_size = vocab_size
+        self.on_change = on_change
+        self._lifecycle = Lifecycle()
+        self._link = EngineLink(
+            addresses,
+            dialect,
+            ids,
+            bind,
+            engines=engines,
+            settings=settings,
+            on_ready=self._became_ready,
+            on_lost=self._was_lost,
+        )
+        self._session = self._link.session
+
+    @property
+    def state(self) -> WorkerState:
+        """Where the worker is in its life; only `ready` takes requests."""
+        return self._lifecycle.state
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engines last reported, summed over ranks; cache usage is their mean."""
+        return self._session.load
+
+    @property
+    def rank_loads(self) -> list[EngineLoad]:
+        """What each engine last reported, by rank."""
+        return self._session.rank_loads
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine said at registration; None until then, and once it is gone."""
+        return self._session.info
+
+    @property
+    def requests_active(self) -> int:
+        """Requests of ours that are in flight on this worker."""
+        return self._session.in_flight
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; started once the sockets are bound. Raises `WorkerError`."""
+        await self._link.run(task_status=task_status)
+
+    def submit_nowait(self, request: GenerationRequest, receiver: Receiver) -> None:
+        """Send a request.
+
+        Raises `ApiError` (400) for what would harm the engine, and `EngineLostError` if the worker
+        is not ready; the receiver hears nothing then.
+        """
+        if self._lifecycle.state != "ready":
+            raise EngineLostError(self.url, f"the worker is {self._lifecycle.state}")
+        info = self._session.info
+        if info is not None:
+            guard.check(request, info, self.vocab_size)
+        self._link.submit_nowait(request, receiver)
+
+    def abort_nowait(self, request_id: str) -> None:
+        """Tell the engine to drop a request. Does nothing for one that is not in flight."""
+        self._link.abort_nowait(request_id)
+
+    def drain(self) -> None:
+        """Take no new requests; what runs goes on until `run` is cancelled."""
+        self._changed(self._lifecycle.removed())
+
+    def _became_ready(self) -> None:
+        self._changed(self._lifecycle.handshake_complete())
+
+    def _was_lost(self, reason: str) -> None:
+        self._changed(self._lifecycle.engine_lost())
+
+    def _changed(self, changed: bool) -> None:
+        if changed:
+            self.on_change(self)
