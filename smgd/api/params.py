@@ -1,0 +1,189 @@
+"""The generation parameters that every surface shares, and how defaults are applied to them.
+
+Order of precedence, as vLLM has it: the request, the model's generation_config, the library.
+Ranges are the guard's business (`engine/guard.py`): it is the last thing before the wire.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from smgd.api.base import PlanContext
+from smgd.core import GenerationRequest, OutputWishes, RoutingHints, Sampling, StopRules
+from smgd.errors import ApiError, invalid_request
+from smgd.text.model import Model
+
+# OpenAI allows 128 choices; every one is a sequence that an engine must hold.
+MAX_CHOICES = 128
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationParams(msgspec.Struct, kw_only=True):
+    """Fields that chat and text completions have in common. None is absent."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+def check(params: GenerationParams) -> None:
+    """Refuse what no engine needs to be asked about. Raises `ApiError` 400."""
+    if params.stream_options is not None and not params.stream:
+        raise invalid_request(
+            "stream_options_requires_stream",
+            "'stream_options' is only allowed when 'stream' is true.",
+            "stream_options",
+        )
+    choices = 1 if params.n is None else params.n
+    if choices < 1:
+        raise _below("n", choices, 1)
+    if choices > MAX_CHOICES:
+        text = f"Invalid 'n': {choices} is above the maximum of {MAX_CHOICES}."
+        raise invalid_request("integer_above_max_value", text, "n")
+    if choices > 1 and params.temperature is not None and params.temperature < 1e-5:
+        text = f"'n' must be 1 when 'temperature' is 0, got {choices}: all choices would be equal."
+        raise invalid_request("invalid_value", text, "n")
+    if "" in stop_strings(params):
+        raise invalid_request("invalid_value", "A stop string must not be empty.", "stop")
+
+
+def stop_strings(params: GenerationParams) -> tuple[str, ...]:
+    """Return the stop strings as a tuple, whatever shape the client sent."""
+    if params.stop is None:
+        return ()
+    return (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+
+
+def max_tokens(requested: int | None, param: str, prompt: int, context: PlanContext) -> int:
+    """Return how many tokens may be generated, as vLLM decides it; `prompt` is in tokens.
+
+    Unset is the model's default, at most the room that is left; above the model's context is an
+    error, as is a prompt that leaves no room; between room and context is clamped.
+    Raises `ApiError` 400.
+    """
+    limit = context.max_model_len
+    room = limit - prompt
+    if room < 1:
+        text = (
+            f"This model's maximum context length is {limit} tokens, but the prompt has {prompt} "
+            "tokens and at least one must be left for the answer. Shorten the prompt."
+        )
+        raise invalid_request("context_length_exceeded", text, "messages")
+    if requested is None:
+        default = context.model.files.sampling_defaults.max_tokens
+        return room if default is None else min(default, room)
+    if requested < 1:
+        raise _below(param, requested, 1)
+    if requested > limit:
+        text = (
+            f"{param}={requested} cannot be greater than the model's maximum context length of "
+            f"{limit} tokens (the prompt has {prompt} tokens, so at most {room} can be generated)."
+        )
+        raise invalid_request("integer_above_max_value", text, param)
+    return min(requested, room)
+
+
+def sequences(
+    params: GenerationParams, context: PlanContext, prompt_ids: list[int], tokens: int
+) -> list[GenerationRequest]:
+    """Return one request per choice; an explicit seed becomes `seed + i` for choice i."""
+    stop = stop_rules(params, context.model)
+    base = sampling(params, context.model, tokens, stop)
+    requests = []
+    for index in range(params.n or 1):
+        own = base
+        if index and base.seed is not None:
+            own = msgspec.structs.replace(base, seed=base.seed + index)
+        requests.append(
+            GenerationRequest(
+                id=context.ids.next(),
+                model=context.model.id,
+                prompt_ids=prompt_ids,
+                sampling=own,
+                stop=stop,
+                output=OutputWishes(skip_special_tokens=params.skip_special_tokens is not False),
+                routing=RoutingHints(params.priority or 0, params.cache_salt),
+            )
+        )
+    return requests
+
+
+def stop_rules(params: GenerationParams, model: Model) -> StopRules:
+    """Return the rules for stop strings.
+
+    A string that is one token becomes a stop id as well, except with `min_tokens`: the engine
+    would take the id for one that it must not generate until then.
+    """
+    strings = stop_strings(params)
+    single: dict[int, str] = {}
+    if not params.min_tokens:
+        for string in strings:
+            ids = model.tokenizer.encode(string)
+            if len(ids) == 1:
+                single[ids[0]] = string
+    return StopRules(strings, bool(params.include_stop_str_in_output), single)
+
+
+def sampling(params: GenerationParams, model: Model, tokens: int, stop: StopRules) -> Sampling:
+    """Return the engine-side parameters; `tokens` is what `max_tokens` gave.
+
+    EOS as vLLM has it: the tokenizer's EOS is `eos_token_id`, the model's further ones are stop
+    ids, unless `ignore_eos`; all of them are masked until `min_tokens` is reached.
+    """
+    files = model.files
+    defaults = files.sampling_defaults
+    eos = None if params.ignore_eos else files.eos_token_id
+    further = [] if params.ignore_eos else [i for i in files.eos_token_ids if i != eos]
+    stops = list(dict.fromkeys([*(params.stop_token_ids or ()), *further]))
+    return Sampling(
+        max_tokens=tokens,
+        min_tokens=params.min_tokens or 0,
+        temperature=_first(params.temperature, defaults.temperature, 1.0),
+        top_p=_first(params.top_p, defaults.top_p, 1.0),
+        top_k=int(_first(params.top_k, defaults.top_k, 0)),
+        min_p=_first(params.min_p, defaults.min_p, 0.0),
+        presence_penalty=_first(params.presence_penalty, defaults.presence_penalty, 0.0),
+        frequency_penalty=_first(params.frequency_penalty, defaults.frequency_penalty, 0.0),
+        repetition_penalty=_first(params.repetition_penalty, defaults.repetition_penalty, 1.0),
+        seed=None if params.seed == -1 else params.seed,
+        stop_token_ids=[*stops, *(i for i in stop.token_strings if i not in stops)],
+        eos_token_id=eos,
+        all_stop_token_ids=sorted({*stops, *files.eos_token_ids}),
+        logit_bias=params.logit_bias or None,
+        allowed_token_ids=params.allowed_token_ids,
+    )
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _below(param: str, value: int, minimum: int) -> ApiError:
+    text = f"{param} must be at least {minimum}, got {value}."
+    return invalid_request("integer_below_min_value", text, param)

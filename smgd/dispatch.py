@@ -1,0 +1,278 @@
+"""From neutral requests to running sequences: who runs what, and one request's life as a block.
+
+`async with dispatcher.generation(requests) as generation:` is the life of a request on the engines.
+Entering it chooses a worker for every sequence and submits; leaving it, however that happens, sends
+one ABORT for each sequence that the engine has not finished. All of it is synchronous, so a cancel
+can neither interrupt nor outrun it.
+
+Between the engine's reader and the one who answers the client stands a `Sequence`: an array of
+token ids that only grows, and an index up to which they were taken. Whatever arrives while the
+client is slow merges there; its memory is bounded by `max_tokens`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from types import TracebackType
+
+import structlog
+import trio
+
+from smgd.core import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Policy,
+    Timings,
+    TokenLogprobs,
+    Worker,
+)
+from smgd.errors import (
+    ApiError,
+    EngineLostError,
+    SmgdError,
+    engine_lost,
+    internal_error,
+    no_available_workers,
+)
+
+log = structlog.get_logger("smgd.dispatch")
+
+# Called by the engine's reader for a sequence that has news; tells whether the task must wake.
+FlushHook = Callable[["Sequence"], bool]
+
+
+class Sequence:
+    """One sequence of a generation: the receiver of one engine request, and all its output."""
+
+    __slots__ = (
+        "_logprobs",
+        "_taken",
+        "_touched",
+        "cached_tokens",
+        "finish",
+        "first_token_at",
+        "generation",
+        "ids",
+        "index",
+        "open",
+        "prompt_logprobs",
+        "request",
+        "stop_reason",
+        "timings",
+        "worker",
+    )
+
+    def __init__(self, generation: Generation, index: int, request: GenerationRequest) -> None:
+        self.generation = generation
+        self.index = index
+        self.request = request
+        self.worker: Worker | None = None
+        self.open = False
+        self.ids = array("I")
+        self.finish: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.timings: Timings | None = None
+        self.first_token_at: float | None = None
+        self._logprobs: list[TokenLogprobs] | None = None
+        self._taken = 0
+        self._touched = False
+
+    # ------------------------------------------------------- the receiver, called by the reader
+
+    def deliver(self, delta: Delta) -> None:
+        """Merge what the engine says into what has not been taken yet."""
+        if self.first_token_at is None:
+            self._first(delta)
+        self.ids.extend(delta.ids)
+        if delta.logprobs is not None:
+            self._logprobs = (self._logprobs or []) + delta.logprobs
+        if delta.finish is not None:
+            self._finished(delta)
+
+    def flush(self) -> None:
+        """Let the hook write what is there, or wake the task that answers the client."""
+        hook = self.generation.hook
+        if hook is None or hook(self):
+            self.generation.touch(self)
+
+    def fail(self, error: Exception) -> None:
+        """End the whole generation: an answer with a part missing is no answer."""
+        self.generation.release(self)
+        self.generation.fail(error)
+
+    def _first(self, delta: Delta) -> None:
+        if delta.ids:
+            self.first_token_at = trio.current_time()
+        self.timings = delta.timings
+        self.prompt_logprobs = delta.prompt_logprobs
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+
+    def _finished(self, delta: Delta) -> None:
+        self.generation.release(self)
+        if delta.finish == "abort":
+            # We did not ask for it (an aborted request is not delivered to): the engine is leaving.
+            worker = self.worker.url if self.worker else "?"
+            self.generation.fail(EngineLostError(worker, "the engine aborted the request"))
+        elif delta.finish == "error":
+            text = "The engine failed to run this request; its log has the reason"
+            self.generation.fail(ApiError(500, "engine_error", text))
+        else:
+            self.finish = delta.finish
+            self.stop_reason = delta.stop_reason
+
+    # ------------------------------------------------------------------- the taker
+
+    def take_ids(self) -> array[int]:
+        """Return the ids that have come since the last time, where nothing else is asked for."""
+        taken = self._taken
+        self._taken = len(self.ids)
+        self._touched = False
+        return self.ids[taken:]
+
+    def take(self) -> Delta:
+        """Return all that has come since the last time, as one delta."""
+        rows, self._logprobs = self._logprobs, None
+        return Delta(
+            self.take_ids().tolist(),
+            finish=self.finish,
+            stop_reason=self.stop_reason,
+            logprobs=rows,
+        )
+
+    def stop(self) -> None:
+        """End the sequence from our side (a stop string matched): the engine is told at once."""
+        self.generation.abort(self)
+
+    def mark_touched(self) -> bool:
+        """Note that the task will look at this sequence; False if that is noted already."""
+        was, self._touched = self._touched, True
+        return not was
+
+
+class Generation:
+    """All sequences that answer one client request; made by `Dispatcher.generation`.
+
+    `hook`, if set, is called by the reader in place of waking the task.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, requests: Seq[GenerationRequest]) -> None:
+        self._dispatcher = dispatcher
+        self.sequences = [Sequence(self, i, request) for i, request in enumerate(requests)]
+        self.hook: FlushHook | None = None
+        self.error: ApiError | None = None
+        self.started_at = trio.current_time()
+        self._news: list[Sequence] = []
+        self._task: trio.lowlevel.Task | None = None
+
+    async def __aenter__(self) -> Generation:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            for sequence in self.sequences:
+                self._dispatcher.start(sequence)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what the engine has not finished. Idempotent."""
+        for sequence in self.sequences:
+            self.abort(sequence)
+
+    async def wait(self) -> list[Sequence]:
+        """Wait for news; return the sequences that have some. Look at `error` after taking them."""
+        if self._news or self.error is not None:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        else:
+            self._task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._forget_task)
+        news, self._news = self._news, []
+        return news
+
+    def touch(self, sequence: Sequence) -> None:
+        """Note that a sequence has news, and wake the task."""
+        if sequence.mark_touched():
+            self._news.append(sequence)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the generation; the first error counts. What was delivered can still be taken."""
+        if self.error is None:
+            self.error = _for_client(error)
+        self._wake()
+
+    def abort(self, sequence: Sequence) -> None:
+        """Send the sequence's ABORT if the engine still runs it."""
+        if sequence.open and sequence.worker is not None:
+            sequence.worker.abort_nowait(sequence.request.id)
+            self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Note that a sequence has left its worker. Idempotent."""
+        if sequence.open and sequence.worker is not None:
+            sequence.open = False
+            self._dispatcher.policy.ended(sequence.worker, sequence.request)
+
+    def _wake(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            trio.lowlevel.reschedule(task)
+
+    def _forget_task(self, _raise_cancel: object) -> trio.lowlevel.Abort:
+        self._task = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+def _for_client(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    answer = engine_lost(error) if isinstance(error, EngineLostError) else internal_error()
+    answer.__cause__ = error
+    return answer
+
+
+class Dispatcher:
+    """Gives sequences to workers. `candidates` returns the ready workers of a model."""
+
+    def __init__(self, candidates: Callable[[str], Seq[Worker]], policy: Policy) -> None:
+        self._candidates = candidates
+        self.policy = policy
+
+    def generation(self, requests: Seq[GenerationRequest]) -> Generation:
+        """Return the life of `requests` on the engines, to be entered with `async with`.
+
+        Entering raises `ApiError`: 503 if no worker is ready, 400 if the guard refuses a request.
+        """
+        return Generation(self, requests)
+
+    def start(self, sequence: Sequence) -> None:
+        """Choose a worker and submit. A worker that turns out to be lost is passed over."""
+        request = sequence.request
+        candidates = list(self._candidates(request.model))
+        lost: SmgdError | None = None
+        while candidates:
+            worker = self.policy.pick(candidates, request)
+            try:
+                worker.submit_nowait(request, sequence)
+            except EngineLostError as error:
+                candidates.remove(worker)
+                lost = error
+                continue
+            sequence.worker, sequence.open = worker, True
+            self.policy.started(worker, request)
+            return
+        raise no_available_workers(request.model) from lost

@@ -1,0 +1,93 @@
+"""Small implementations of the seams that tests stand on."""
+
+from __future__ import annotations
+
+from smgd.core import (
+    Delta,
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    Receiver,
+    Sampling,
+    WorkerState,
+)
+from smgd.errors import EngineLostError
+
+
+def request(request_id: str = "r1", *, model: str = "m", max_tokens: int = 16) -> GenerationRequest:
+    """Return the smallest request."""
+    return GenerationRequest(
+        id=request_id, model=model, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=max_tokens)
+    )
+
+
+class MemoryWorker:
+    """A worker without an engine: the test is the engine, through `send`."""
+
+    def __init__(self, url: str = "ipc:///m/e0", model_id: str = "m") -> None:
+        self.id = self.url = url
+        self.model_id = model_id
+        self.state: WorkerState = "ready"
+        self.load = EngineLoad()
+        self.rank_loads = [self.load]
+        self.info: EngineInfo | None = EngineInfo(max_model_len=128)
+        self.running: dict[str, Receiver] = {}
+        self.submitted: list[GenerationRequest] = []
+        self.aborted: list[str] = []
+
+    @property
+    def requests_active(self) -> int:
+        return len(self.running)
+
+    def submit_nowait(self, request: GenerationRequest, receiver: Receiver) -> None:
+        if self.state != "ready":
+            raise EngineLostError(self.url, "not connected")
+        self.submitted.append(request)
+        self.running[request.id] = receiver
+
+    def abort_nowait(self, request_id: str) -> None:
+        if self.running.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+
+    def send(
+        self,
+        request_id: str,
+        *ids: int,
+        finish: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        cached: int | None = None,
+    ) -> None:
+        """Do what an engine's reader does with one output."""
+        receiver = self.running[request_id]
+        if finish is not None:
+            del self.running[request_id]
+        receiver.deliver(
+            Delta(list(ids), finish=finish, stop_reason=stop_reason, cached_tokens=cached)
+        )
+        receiver.flush()
+
+    def lose(self) -> None:
+        """Lose the engine, as a session does."""
+        self.state = "not_ready"
+        running, self.running = self.running, {}
+        for receiver in running.values():
+            receiver.fail(EngineLostError(self.url, "connection lost"))
+
+
+class FirstPolicy:
+    """Takes the first candidate and keeps what it is told."""
+
+    name = "first"
+
+    def __init__(self) -> None:
+        self.active: list[tuple[str, str]] = []
+
+    def pick(self, candidates: list[MemoryWorker], request: GenerationRequest) -> MemoryWorker:
+        return candidates[0]
+
+    def started(self, worker: MemoryWorker, request: GenerationRequest) -> None:
+        self.active.append((worker.url, request.id))
+
+    def ended(self, worker: MemoryWorker, request: GenerationRequest) -> None:
+        self.active.remove((worker.url, request.id))
