@@ -1,0 +1,156 @@
+"""The routes that only tell: models, probes, version, metrics. A Quart-Trio application.
+
+Everything here is small and rare; what generates lives in `web/hot.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quart import Response, g, request
+from quart_trio import QuartTrio
+from werkzeug.exceptions import HTTPException
+
+from smgd import __version__
+from smgd.api.envelope import error_body
+from smgd.errors import ApiError, internal_error
+from smgd.metrics import CONTENT_TYPE, Metrics
+from smgd.web import gate
+from smgd.web.exchange import Dispatcher as HttpDispatcher
+from smgd.web.exchange import Exchange, run_exchange
+from smgd.web.hyper import Receive, Scope, Send
+from smgd.web.service import Service
+
+OTHER = "other"
+
+# Seconds; nothing on the metrics port has a body.
+BODY_TIMEOUT = 5.0
+
+
+def make_app(service: Service, hot: frozenset[str]) -> QuartTrio:
+    """Return the application; `hot` are the paths that raw handlers serve, for honest 405s."""
+    app = QuartTrio("smgd")
+    _frame(app, service)
+    _errors(app, hot)
+    _probes(app, service)
+    _models(app, service)
+    return app
+
+
+def _frame(app: QuartTrio, service: Service) -> None:
+    """Open and close the access record around every request."""
+
+    @app.before_request
+    async def begin() -> None:
+        route = request.url_rule.rule if request.url_rule is not None else OTHER
+        g.access = gate.Access(request.method, route, _request_id())
+
+    @app.after_request
+    async def finish(response: Response) -> Response:
+        access: gate.Access = g.access
+        for name, value in gate.common_headers(access):
+            response.headers[name.decode()] = value.decode()
+        access.answered(response.status_code, response.headers.get("x-smg-error-code", ""))
+        return response
+
+    @app.teardown_request
+    async def close(_: BaseException | None) -> None:
+        if "access" in g:
+            g.access.close(service.metrics)
+
+
+def _request_id() -> str:
+    def header(name: bytes) -> bytes | None:
+        value = request.headers.get(name.decode())
+        return value.encode("latin-1") if value is not None else None
+
+    return gate.request_id(header, gate.new_id("req-"))
+
+
+def _errors(app: QuartTrio, hot: frozenset[str]) -> None:
+    @app.errorhandler(ApiError)
+    async def api_error(error: ApiError) -> Response:
+        response = Response(error_body(error), error.status)
+        for name, value in gate.error_headers(g.access, error):
+            response.headers[name.decode()] = value.decode()
+        return response
+
+    @app.errorhandler(HTTPException)
+    async def http_error(error: HTTPException) -> Response:
+        status = error.code or 500
+        if status == 404 and request.path not in hot:
+            return await api_error(gate.unknown_url(request.method, request.path))
+        if status in (404, 405):
+            return await api_error(gate.method_not_allowed(request.method, request.path))
+        code = (error.name or "error").lower().replace(" ", "_")
+        return await api_error(ApiError(status, code, error.description or code))
+
+    @app.errorhandler(Exception)
+    async def unexpected(error: Exception) -> Response:
+        gate.log.error("request failed", request_id=g.access.id, exc_info=error)
+        return await api_error(internal_error())
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(gate.encode_json(value), status, content_type="application/json")
+
+
+def _probes(app: QuartTrio, service: Service) -> None:
+    @app.get("/health")
+    @app.get("/liveness")
+    async def alive() -> Response:
+        return Response("OK", content_type="text/plain; charset=utf-8")
+
+    @app.get("/readiness")
+    async def readiness() -> Response:
+        reason = service.not_ready()
+        if reason is not None:
+            return _json({"status": "not ready", "reason": reason}, 503)
+        healthy, total = service.registry.ready_count(), len(service.registry.workers)
+        return _json({"status": "ready", "healthy_workers": healthy, "total_workers": total})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), content_type=CONTENT_TYPE)
+
+
+def _models(app: QuartTrio, service: Service) -> None:
+    def entry(model_id: str) -> dict[str, Any]:
+        return {
+            "id": model_id,
+            "object": "model",
+            "created": service.started_at,
+            "owned_by": "self_hosted",
+            "root": model_id,
+            "parent": None,
+            "max_model_len": service.registry.known_max_model_len(model_id),
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [entry(i) for i in service.catalog.ids]})
+
+    @app.get("/v1/models/<path:name>")
+    async def model(name: str) -> Response:
+        return _json(entry(service.catalog.resolve(name)))
+
+
+def make_metrics_app(metrics: Metrics) -> HttpDispatcher:
+    """Return the application of the metrics port: one route, without Quart around it."""
+
+    async def render(exchange: Exchange) -> None:
+        headers = [(b"content-type", CONTENT_TYPE.encode())]
+        await exchange.respond(200, headers, metrics.render())
+
+    async def unknown(exchange: Exchange) -> None:
+        error = gate.unknown_url(exchange.method, exchange.path)
+        await exchange.respond(error.status, [gate.JSON], error_body(error))
+
+    async def fallback(scope: Scope, receive: Receive, send: Send) -> None:
+        await run_exchange(scope, receive, send, unknown, body_timeout=BODY_TIMEOUT)
+
+    return HttpDispatcher({("GET", "/metrics"): render}, fallback)

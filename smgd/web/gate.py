@@ -1,0 +1,127 @@
+"""The gate: what holds for every route, whether Quart serves it or a raw handler does.
+
+Plain functions, so that both kinds of route call the same code: request ids, the record of an
+access with its metrics and its one canonical log line, and error rendering.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+import trio
+
+from smgd.errors import ApiError, invalid_request
+from smgd.metrics import Metrics
+
+log = structlog.get_logger("smgd.request")
+
+JSON = (b"content-type", b"application/json")
+
+# Accepted from clients, first match wins; what is echoed must be fit for a header and a log.
+REQUEST_ID_HEADERS = (b"x-request-id", b"x-correlation-id", b"x-trace-id", b"request-id")
+REQUEST_ID_MAX = 128
+
+# nginx's status for a client that closed before the answer was complete.
+CLIENT_CLOSED = 499
+
+# Asked for every few seconds by balancers and scrapers: not worth a line at info.
+PROBES = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
+
+_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+
+
+class Access:
+    """The record of one request, from its head to the end of its answer.
+
+    Times are on trio's clock, in seconds. `fields` go into the canonical line as they are.
+    """
+
+    __slots__ = ("error_code", "fields", "id", "method", "route", "started", "status")
+
+    def __init__(self, method: str, route: str, request_id: str) -> None:
+        self.method = method
+        self.route = route
+        self.id = request_id
+        self.started = trio.current_time()
+        self.status = CLIENT_CLOSED
+        self.error_code = "client_closed_request"
+        self.fields: dict[str, Any] = {}
+
+    def answered(self, status: int, error_code: str = "") -> None:
+        """Note how the request was answered."""
+        self.status = status
+        self.error_code = error_code
+
+    def close(self, metrics: Metrics) -> None:
+        """Count the request and write its line."""
+        seconds = trio.current_time() - self.started
+        metrics.http_requests.labels(self.method, self.route).inc()
+        metrics.http_responses.labels(self.route, str(self.status), self.error_code).inc()
+        metrics.http_duration.labels(self.method, self.route).observe(seconds)
+        write = log.debug if self.route in PROBES else log.info
+        if self.error_code:
+            self.fields["error_code"] = self.error_code
+        write(
+            "request",
+            method=self.method,
+            path=self.route,
+            status=self.status,
+            request_id=self.id,
+            duration_ms=round(seconds * 1000, 1),
+            **self.fields,
+        )
+
+
+def new_id(prefix: str) -> str:
+    """Return a fresh public id: the prefix and 24 letters and digits."""
+    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(24))
+
+
+def request_id(header: Callable[[bytes], bytes | None], otherwise: str) -> str:
+    """Return the client's own request id if it is fit to be echoed, else `otherwise`."""
+    for name in REQUEST_ID_HEADERS:
+        value = header(name)
+        if value and len(value) <= REQUEST_ID_MAX and all(0x21 <= byte <= 0x7E for byte in value):
+            return value.decode("ascii")
+    return otherwise
+
+
+def check_content_type(value: bytes | None) -> None:
+    """Refuse bodies that do not say they are JSON. Raises `ApiError` 400.
+
+    A browser sends `text/plain` across origins without asking; JSON it has to ask for.
+    """
+    kind = (value or b"").split(b";")[0].strip().lower()
+    if kind != b"application/json" and not kind.endswith(b"+json"):
+        text = "Expected request with `Content-Type: application/json`"
+        raise invalid_request("json_parse_error", text)
+
+
+def common_headers(access: Access) -> list[tuple[bytes, bytes]]:
+    """Return the headers of every answer."""
+    return [(b"x-request-id", access.id.encode("ascii"))]
+
+
+def error_headers(access: Access, error: ApiError) -> list[tuple[bytes, bytes]]:
+    """Return the headers of an error answer."""
+    headers = [JSON, (b"x-smg-error-code", error.code.encode()), *common_headers(access)]
+    if error.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % error.retry_after))
+    return headers
+
+
+def unknown_url(method: str, path: str) -> ApiError:
+    """Return the 404 for a path that is no route."""
+    return ApiError(404, "unknown_url", f"Invalid URL ({method} {path})")
+
+
+def method_not_allowed(method: str, path: str) -> ApiError:
+    """Return the 405 for a route that has no such method."""
+    return ApiError(405, "method_not_allowed", f"Method {method} is not allowed for {path}")
+
+
+encode_json = msgspec.json.Encoder().encode

@@ -1,0 +1,311 @@
+"""The fast HTTP/1.x path: one task a connection, no ASGI messages for hot routes.
+
+The task that reads a connection also runs its handlers, one after the other, in between two reads.
+While a handler runs nobody reads: what a client pipelines stays in the kernel, and that it hung up
+is told by `hangups.py`, which cancels the connection's scope and so the handler. Bodies are read
+when the handler asks for them.
+
+Between `start` and `end` of a response on a plain socket, `write_nowait` puts bytes on the wire
+from any task, without a task switch; all else is written by the request's own task, under the write
+deadline of the stream. There is one place for what must go out first, `_held`: the head, or what a
+full socket did not take. So the order on the wire is that of the calls, and after `end` nothing is
+written whatever is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.h11 import H2ProtocolAssumedError
+
+from smgd.errors import ApiError
+from smgd.web.asgi import run_asgi
+from smgd.web.exchange import Dispatcher, Headers, SinkClosed, answer, too_large, too_slow
+from smgd.web.h1parse import Refusal, Request, RequestParser
+from smgd.web.h1write import CONTINUE, LAST_CHUNK, Framing, chunk, plan_response, render_head
+from smgd.web.hyper import Link, Peers, Protocols
+from smgd.web.settings import ServerSettings
+
+# The first bytes of HTTP/2 with prior knowledge (RFC 9113, 3.4).
+H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
+
+
+class FastProtocols(Protocols):
+    """HTTP/1.x by `H1`, HTTP/2 by Hypercorn."""
+
+    def __init__(self, dispatcher: Dispatcher, settings: ServerSettings, *arguments: Any) -> None:
+        self.dispatcher = dispatcher
+        self.settings = settings
+        super().__init__(*arguments)
+
+    def http1(self) -> H1:
+        return H1(self.link, self.peers, self.dispatcher, self.settings)
+
+
+class H1:
+    """The HTTP/1.x of one connection; used by `Connection` like one of Hypercorn's protocols."""
+
+    def __init__(
+        self, link: Link, peers: Peers, dispatcher: Dispatcher, settings: ServerSettings
+    ) -> None:
+        self.link = link
+        self.peers = peers
+        self.unread = False
+        self._dispatcher = dispatcher
+        self.settings = settings
+        self._parser = RequestParser(settings.max_header_bytes)
+        self._fresh = True
+
+    async def initiate(self) -> None:
+        """Do what Hypercorn's protocols do at the start of a connection: nothing."""
+
+    async def handle(self, event: Event) -> None:
+        """Take bytes and answer the requests that are complete with them."""
+        if not isinstance(event, RawData):
+            return
+        if self._fresh and event.data.startswith(H2_PREFACE):
+            raise H2ProtocolAssumedError(event.data)
+        self._fresh = False
+        self._parser.feed(event.data)
+        requests = self._parser.requests
+        while requests:
+            if not await self._answer(requests.popleft()):
+                await self._close()
+                return
+            if requests:
+                await trio.lowlevel.checkpoint()  # pipelining must not starve other connections
+        if self._parser.refusal is not None:
+            await self._refuse(self._parser.refusal)
+
+    async def _answer(self, request: Request) -> bool:
+        """Run a request to its end; tell whether the connection can take another one."""
+        link = self.link
+        link.request_started()
+        exchange = FastExchange(request, self)
+        try:
+            handler = self._dispatcher.hot.get((request.method, request.path))
+            if handler is None:
+                await run_asgi(self._dispatcher.fallback, exchange, request, self, self.peers)
+            else:
+                await answer(exchange, handler)
+            reusable = exchange.reusable
+        finally:
+            exchange.ended = True
+        if not reusable:
+            self.unread = not request.complete
+            return False
+        link.request_ended()
+        return True
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        """Answer what cannot be read, and end: where the next request begins is unknown."""
+        body = refusal.reason.encode() + b"\n"
+        headers = [
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        self.unread = True
+        self.link.request_started()
+        await self.write(render_head(refusal.status, headers) + body)
+        await self._close()
+
+    async def _close(self) -> None:
+        await self.link.protocol_send(Closed())
+
+    # ----------------------------------------------------------------------------- for the exchange
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes: at once if the socket takes them, else under the write deadline."""
+        link = self.link
+        if link.direct:
+            try:
+                sent = link.raw.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                await self.lost()
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+        try:
+            await link.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await self.lost()
+
+    async def lost(self) -> None:
+        """Give the connection up; the caller is cancelled here."""
+        self.link.expire("the client is gone")
+        await trio.lowlevel.checkpoint()
+
+    async def read_more(self, request: Request) -> None:
+        """Wait for more of the body. Raises `ApiError` 400 if it is malformed."""
+        if request.expects_continue:
+            request.expects_continue = False
+            await self.write(CONTINUE)
+        data = await self.link.receive()
+        if not data:
+            await self.lost()
+            await trio.sleep_forever()
+        self._parser.feed(data)
+        if self._parser.refusal is not None and not request.complete:
+            raise ApiError(400, "invalid_body", self._parser.refusal.reason)
+
+
+class FastExchange:
+    """An `Exchange` on an HTTP/1.x connection."""
+
+    __slots__ = (
+        "_framing",
+        "_h1",
+        "_held",
+        "_remaining",
+        "_request",
+        "_writing",
+        "can_write_nowait",
+        "client",
+        "ended",
+        "http_version",
+        "keep_alive",
+        "method",
+        "path",
+        "query",
+        "started",
+    )
+
+    def __init__(self, request: Request, h1: H1) -> None:
+        self.method = request.method
+        self.path = request.path
+        self.query = request.query
+        self.http_version = request.version
+        self.client = h1.peers.client[0] if h1.peers.client else ""
+        self.keep_alive = False
+        self.started = False
+        self.ended = False
+        self.can_write_nowait = False
+        self._request = request
+        self._h1 = h1
+        self._held = b""
+        self._writing = False  # stays true when a write was cut off: the wire is then unusable
+        self._framing = Framing.NO_BODY
+        self._remaining = 0  # bytes of a body whose length was told
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another response may follow on the connection."""
+        return (
+            self.ended
+            and self.keep_alive
+            and self._request.complete
+            and not self._writing
+            and not self._remaining
+        )
+
+    def header(self, name: bytes) -> bytes | None:
+        for key, value in self._request.headers:
+            if key == name:
+                return value
+        return None
+
+    async def read_body(self, limit: int) -> bytes:
+        request = self._request
+        if request.content_length is not None and request.content_length > limit:
+            raise too_large(limit)
+        if request.complete:
+            body = request.take_body()
+        else:
+            body = await self._read_in_time(limit)
+        if len(body) > limit:
+            raise too_large(limit)
+        return body
+
+    async def _read_in_time(self, limit: int) -> bytes:
+        timeout = self._h1.settings.body_timeout
+        try:
+            with trio.fail_after(timeout):
+                return await self._read(limit)
+        except trio.TooSlowError:
+            raise too_slow(timeout) from None
+
+    async def _read(self, limit: int) -> bytes:
+        request = self._request
+        parts = [request.take_body()]
+        size = len(parts[0])
+        while not request.complete and size <= limit:
+            await self._h1.read_more(request)
+            parts.append(request.take_body())
+            size += len(parts[-1])
+        return b"".join(parts)
+
+    async def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.end(body)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        plan = plan_response(self._request, status, headers, closing=self._h1.link.stopping)
+        self._held = render_head(status, plan.headers)  # may raise, and then nothing has begun
+        self.started = True
+        self.keep_alive = plan.keep_alive
+        self._framing = plan.framing
+        self._remaining = plan.length
+        self.can_write_nowait = self._may_go_direct
+
+    async def write(self, data: bytes) -> None:
+        await self._send(self._framed(data))
+
+    async def end(self, data: bytes = b"") -> None:
+        framed = self._framed(data)
+        self.ended = True
+        self.can_write_nowait = False
+        await self._send(framed + LAST_CHUNK if self._framing is Framing.CHUNKED else framed)
+
+    def _framed(self, data: bytes) -> bytes:
+        if self.ended or not self.started:
+            raise RuntimeError("a response is written between its start and its end")
+        if self._framing is Framing.CHUNKED:
+            return chunk(data)
+        if self._framing is Framing.NO_BODY:
+            return b""
+        if self._framing is Framing.LENGTH:
+            self._remaining -= len(data)
+            if self._remaining < 0:
+                raise RuntimeError("a response is longer than its content-length")
+        return data
+
+    @property
+    def _may_go_direct(self) -> bool:
+        return self._h1.link.direct and self.http_version == "1.1"
+
+    async def _send(self, framed: bytes) -> None:
+        data, self._held = self._held + framed, b""
+        self.can_write_nowait = False
+        if self._writing:
+            await self._h1.lost()  # half of something is on the wire: nothing can follow it
+        while data:
+            self._writing = True
+            await self._h1.write(data)
+            self._writing = False
+            data, self._held = self._held, b""
+        self.can_write_nowait = self._may_go_direct and not self.ended
+
+    def write_nowait(self, data: bytes) -> bytes:
+        if self.ended or not self.started:
+            raise SinkClosed("the response is over")
+        self._held += self._framed(data)
+        if not self.can_write_nowait:
+            return self._held
+        try:
+            sent = self._h1.link.raw.send(self._held)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self._writing = True
+            self.can_write_nowait = False
+            self._h1.link.expire("the client is gone")
+            raise SinkClosed("the client is gone") from error
+        self._held = self._held[sent:]
+        self.can_write_nowait = not self._held
+        return self._held

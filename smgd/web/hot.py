@@ -1,0 +1,220 @@
+"""The routes that generate: raw handlers beside Quart, since they are the hot path.
+
+`answer` is the whole life of a request in one function. The task that runs it is cancelled when the
+client leaves; the generation's block then sends the ABORTs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import structlog
+import trio
+
+from smgd.api import SURFACES
+from smgd.api.base import Plan, PlanContext, Surface
+from smgd.dispatch import Generation, Sequence
+from smgd.errors import ApiError, internal_error
+from smgd.web import gate
+from smgd.web.exchange import Exchange, SinkClosed
+from smgd.web.service import Service
+
+log = structlog.get_logger("smgd.web")
+
+KEEPALIVE = b": keep-alive\n\n"
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+def handlers(service: Service) -> dict[tuple[str, str], Handler]:
+    """Return the raw handlers by method and path."""
+    return {("POST", surface.path): _handler(service, surface) for surface in SURFACES}
+
+
+def _handler(service: Service, surface: Surface) -> Handler:
+    async def handle(exchange: Exchange) -> None:
+        response_id = gate.new_id(surface.id_prefix)
+        request_id = gate.request_id(exchange.header, response_id)
+        access = gate.Access(exchange.method, surface.path, request_id)
+        with service.metrics.http_inflight.track_inprogress():
+            try:
+                await answer(service, surface, exchange, access, response_id)
+            except ApiError as error:
+                await _refuse(surface, exchange, access, error)
+            except Exception:
+                # One broken answer must not take its neighbours along: it fails alone, loudly.
+                log.exception("request failed", request_id=access.id)
+                await _refuse(surface, exchange, access, internal_error())
+            finally:
+                access.close(service.metrics)
+
+    return handle
+
+
+async def answer(
+    service: Service, surface: Surface, exchange: Exchange, access: gate.Access, response_id: str
+) -> None:
+    """Read, plan, run and answer one request. Raises `ApiError` for all that is not a 200."""
+    gate.check_content_type(exchange.header(b"content-type"))
+    body = await exchange.read_body(service.max_payload_size)
+    request, unknown = surface.decode(body)
+    model = service.catalog.get(request.model)
+    access.fields.update(model=model.id, stream=bool(request.stream))
+    if unknown:
+        service.metrics.unknown_fields.labels(surface.endpoint).inc(len(unknown))
+        log.debug("unknown fields ignored", fields=sorted(unknown)[:8], request_id=access.id)
+    context = PlanContext(
+        model=model,
+        max_model_len=service.registry.max_model_len(model.id),
+        stage=service.stage,
+        ids=service.ids,
+        response_id=response_id,
+        created=int(service.wall_clock()),
+    )
+    plan = await surface.plan(request, context)
+    async with service.dispatcher.generation(plan.requests) as generation:
+        try:
+            if plan.stream:
+                await _stream(service, exchange, access, generation, plan)
+            else:
+                await _whole(exchange, access, generation, plan)
+        finally:
+            _account(service, surface, access, generation, plan)
+
+
+async def _whole(
+    exchange: Exchange, access: gate.Access, generation: Generation, plan: Plan
+) -> None:
+    def fed(sequence: Sequence) -> bool:
+        plan.feed(sequence)
+        return plan.done
+
+    generation.hook = fed if plan.eager else _has_finish
+    while not plan.done:
+        for sequence in await generation.wait():
+            plan.feed(sequence)
+        if generation.error is not None:
+            raise generation.error
+    access.answered(200)
+    await exchange.respond(200, [gate.JSON, *gate.common_headers(access)], plan.end())
+
+
+def _has_finish(sequence: Sequence) -> bool:
+    return sequence.finish is not None
+
+
+class _Direct:
+    """The hook while the engine's reader writes the client's socket itself: no task wakes.
+
+    The task has to come back for the end of the stream, for a socket that takes no more, and for a
+    sequence that smgd stopped: `rest` is then what was rendered and not written.
+    """
+
+    __slots__ = ("exchange", "plan", "rest", "stuck", "wrote_at")
+
+    def __init__(self, exchange: Exchange, plan: Plan) -> None:
+        self.exchange = exchange
+        self.plan = plan
+        self.rest = b""
+        self.stuck = False
+        self.wrote_at = trio.current_time()
+
+    def __call__(self, sequence: Sequence) -> bool:
+        """Write a sequence's news; tell whether the task must wake."""
+        if self.stuck or sequence.finish is not None:
+            return True
+        data = self.plan.feed(sequence)
+        if self.plan.done:
+            self.rest, self.stuck = data, True
+        elif data:
+            self.wrote_at = trio.current_time()
+            try:
+                self.stuck = bool(self.exchange.write_nowait(data))
+            except SinkClosed:
+                self.stuck = True  # the client is gone; the task's own write finds the same
+        return self.stuck
+
+    async def news(self, generation: Generation, keepalive: float) -> list[Sequence] | None:
+        """Wait for what the task must do; None after `keepalive` seconds without a write."""
+        self.stuck = False
+        generation.hook = self if self.exchange.can_write_nowait else None
+        try:
+            while True:
+                with trio.move_on_at(self.wrote_at + keepalive):
+                    return await generation.wait()
+                if trio.current_time() >= self.wrote_at + keepalive:
+                    self.wrote_at = trio.current_time()
+                    return None
+        finally:
+            generation.hook = None
+
+
+async def _stream(
+    service: Service, exchange: Exchange, access: gate.Access, generation: Generation, plan: Plan
+) -> None:
+    """Write frames as they come. The head waits for the first of them, or for the first error."""
+    direct = _Direct(exchange, plan)
+    while True:
+        news = await direct.news(generation, service.sse_keepalive)
+        if news is None:
+            data = KEEPALIVE
+        else:
+            data = direct.rest + b"".join([plan.feed(sequence) for sequence in news])
+        if generation.error is not None:
+            raise generation.error
+        if plan.done:
+            break
+        if data or direct.stuck:
+            await _start(exchange, access)
+            await exchange.write(data)
+            direct.wrote_at = trio.current_time()
+    await _start(exchange, access)
+    await exchange.end(data + plan.end())
+
+
+async def _start(exchange: Exchange, access: gate.Access) -> None:
+    if exchange.started:
+        return
+    access.answered(200)
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        # Proxies of nginx's kind would otherwise collect the stream.
+        (b"x-accel-buffering", b"no"),
+        *gate.common_headers(access),
+    ]
+    await exchange.start(200, headers)
+
+
+async def _refuse(
+    surface: Surface, exchange: Exchange, access: gate.Access, error: ApiError
+) -> None:
+    """Answer with an error, or end a stream that has begun with an error event."""
+    access.answered(200 if exchange.started else error.status, error.code)
+    if exchange.started:
+        await exchange.end(surface.error_event(error))
+    else:
+        headers = gate.error_headers(access, error)
+        await exchange.respond(error.status, headers, surface.error_body(error))
+
+
+def _account(
+    service: Service, surface: Surface, access: gate.Access, generation: Generation, plan: Plan
+) -> None:
+    usage = plan.usage()
+    first = [s.first_token_at for s in generation.sequences if s.first_token_at is not None]
+    now = trio.current_time()
+    ttft = min(first) - access.started if first else None
+    metrics = service.metrics.endpoint(plan.requests[0].model, surface.endpoint)
+    metrics.finished(
+        plan.stream, usage.prompt, usage.completion, ttft, now - min(first) if first else None
+    )
+    worker = generation.sequences[0].worker
+    access.fields.update(
+        worker=worker.url if worker else None,
+        prompt_tokens=usage.prompt,
+        completion_tokens=usage.completion,
+        cached_tokens=usage.cached,
+        finish_reason=plan.finish_reasons() or None,
+        ttft_ms=round(ttft * 1000, 1) if ttft is not None else None,
+    )

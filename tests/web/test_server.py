@@ -1,0 +1,315 @@
+"""The server's own behaviour: ends of connections, deadlines, stopping. On both HTTP paths."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+from quart_trio import QuartTrio
+
+from smgd.errors import ConfigError
+from smgd.web.exchange import Dispatcher, Exchange
+from smgd.web.hyper import check_hypercorn
+from smgd.web.server import ServerSettings, open_listeners, serve
+from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
+
+BIG = b"x" * 65536
+
+
+def make_quart() -> QuartTrio:
+    app = QuartTrio("test")
+
+    @app.get("/quart")
+    async def quart() -> str:
+        return "from quart"
+
+    return app
+
+
+async def hello(exchange: Exchange) -> None:
+    await exchange.read_body(1000)
+    await exchange.respond(200, [(b"content-type", b"text/plain")], b"hello")
+
+
+class Stream:
+    """A handler that streams until told to end; knows how each of its requests ended."""
+
+    def __init__(self, pieces: int = 10**9, pause: float = 0.01, piece: bytes = b"tick") -> None:
+        self.pieces = pieces
+        self.pause = pause
+        self.piece = piece
+        self.ends: list[str] = []
+        self.ended = trio.Event()
+
+    async def __call__(self, exchange: Exchange) -> None:
+        try:
+            await exchange.read_body(1000)
+            await exchange.start(200, [])
+            for _ in range(self.pieces):
+                await exchange.write(self.piece)
+                await trio.sleep(self.pause)
+            await exchange.end()
+        finally:
+            self.ended.set()
+            self.ends.append("complete" if exchange.ended else "cancelled")
+
+
+nothing = Dispatcher({}, make_quart())
+
+
+def app_of(**hot: object) -> Dispatcher:
+    return Dispatcher({("POST", f"/{name}"): h for name, h in hot.items()}, make_quart())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
+async def test_connections_that_say_close_are_closed(
+    serving: Serving, target: tuple[str, str]
+) -> None:
+    method, path = target
+    async with serving(app_of(hello=hello), keep_alive_timeout=60) as server:
+        for _ in range(20):
+            async with await server.connect() as client:
+                await client.send_all(request(path, "Connection: close", method=method))
+                answer = await read_answer(client)
+                assert answer.status == 200
+                assert answer.headers["connection"] == "close"
+                with trio.fail_after(1):
+                    assert await closed(client)
+
+
+@pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
+async def test_idle_connections_are_closed(serving: Serving, target: tuple[str, str]) -> None:
+    method, path = target
+    ends = 0
+
+    async def one() -> None:
+        nonlocal ends
+        async with await server.connect() as client:
+            for _ in range(2):
+                await client.send_all(request(path, method=method))
+                assert (await read_answer(client)).status == 200
+            assert await closed(client)
+            ends += 1
+
+    async with serving(app_of(hello=hello)) as server, trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(one)
+    assert ends == 20
+
+
+async def test_a_connection_lives_as_long_as_it_is_used(serving: Serving) -> None:
+    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
+        for _ in range(5):
+            await client.send_all(request("/hello"))
+            assert (await read_answer(client)).body == b"hello"
+            await trio.sleep(0.15)
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /hello HTTP/1.1\r\nHos"])
+async def test_a_slow_head_is_cut(serving: Serving, start: bytes) -> None:
+    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
+        await client.send_all(start)
+        with trio.fail_after(1):
+            assert await closed(client)
+
+
+async def trickle(client: trio.SocketStream, data: bytes) -> None:
+    for byte in data:
+        await client.send_all(bytes([byte]))
+        await trio.sleep(0.02)
+
+
+async def test_a_head_that_trickles_is_cut(serving: Serving) -> None:
+    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
+        with trio.fail_after(1), pytest.raises(trio.BrokenResourceError):
+            await trickle(client, b"POST /hello HTTP/1.1\r\nHost: " + b"x" * 1000)
+
+
+async def test_a_stalled_reader_is_cut_and_others_are_not_disturbed(serving: Serving) -> None:
+    flood, ticks = Stream(piece=BIG, pause=0), Stream(pieces=40)
+    async with (
+        serving(app_of(flood=flood, ticks=ticks)) as server,
+        await server.connect(4096) as stalled,
+        await server.connect() as reader,
+    ):
+        await stalled.send_all(request("/flood"))
+        await reader.send_all(request("/ticks"))
+        assert (await read_answer(reader)).body == b"tick" * 40
+        with trio.fail_after(1):
+            await flood.ended.wait()
+    assert (flood.ends, ticks.ends) == (["cancelled"], ["complete"])
+
+
+async def test_a_slow_reader_that_reads_is_not_cut(serving: Serving) -> None:
+    async def big(exchange: Exchange) -> None:
+        await exchange.respond(200, [], BIG * 100)
+
+    async with (
+        serving(app_of(big=big), write_timeout=0.2) as server,
+        await server.connect(65536) as client,
+    ):
+        await client.send_all(request("/big", "Connection: close"))
+        size = 0
+        began = trio.current_time()
+        while data := await client.receive_some(65536):
+            size += len(data)
+            await trio.sleep(0.003)
+    assert size > len(BIG) * 100
+    assert trio.current_time() - began > 0.3
+
+
+@pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
+async def test_a_client_that_half_closes_gets_its_answer(
+    serving: Serving, target: tuple[str, str]
+) -> None:
+    method, path = target
+    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
+        await client.send_all(request(path, method=method))
+        await client.send_eof()
+        assert (await read_answer(client)).status == 200
+        assert await closed(client)
+
+
+async def test_a_half_closed_request_that_takes_long_is_cancelled(serving: Serving) -> None:
+    stream = Stream()
+    async with serving(app_of(stream=stream)) as server, await server.connect() as client:
+        await client.send_all(request("/stream"))
+        await client.send_eof()
+        with trio.fail_after(1):
+            assert b"tick" in await read_all(client)
+    assert stream.ends == ["cancelled"]
+
+
+async def test_stopping_drains(serving: Serving) -> None:
+    stream = Stream(pieces=20)
+    async with (
+        serving(app_of(stream=stream, hello=hello), keep_alive_timeout=60) as server,
+        await server.connect() as idle,
+        await server.connect() as fresh,
+        await server.connect() as busy,
+    ):
+        await idle.send_all(request("/hello"))
+        await read_answer(idle)
+        await busy.send_all(request("/stream"))
+        await read_until(busy, b"tick")
+        server.stopping.set()
+        with trio.fail_after(0.1):
+            assert await closed(idle)
+            assert await closed(fresh)
+        with pytest.raises(OSError, match="refused"):
+            await server.connect()
+        assert (await read_until(busy, b"\r\n0\r\n\r\n")).endswith(b"\r\n0\r\n\r\n")
+        assert await closed(busy)
+        with trio.fail_after(0.1):
+            await server.done.wait()
+    assert stream.ends == ["complete"]
+
+
+async def test_stopping_takes_no_longer_than_the_grace(serving: Serving) -> None:
+    flood, silent = Stream(piece=BIG, pause=0), Stream(pieces=1, pause=60)
+    app = app_of(flood=flood, silent=silent)
+    async with (
+        serving(app, write_timeout=60, shutdown_grace=0.2) as server,
+        await server.connect(4096) as stalled,
+        await server.connect() as waiting,
+    ):
+        await stalled.send_all(request("/flood"))
+        await waiting.send_all(request("/silent"))
+        await read_until(waiting, b"tick")
+        await trio.sleep(0.1)
+        server.stopping.set()
+        with trio.fail_after(0.5):
+            await server.done.wait()
+    assert (flood.ends, silent.ends) == (["cancelled"], ["cancelled"])
+
+
+async def test_cancelling_the_server_ends_it_at_once(serving: Serving) -> None:
+    flood = Stream(piece=BIG, pause=0)
+    async with (
+        serving(app_of(flood=flood), write_timeout=60) as server,
+        await server.connect(4096) as stalled,
+    ):
+        await stalled.send_all(request("/flood"))
+        await trio.sleep(0.1)
+        with trio.fail_after(0.5):
+            server.cancel()
+            await server.done.wait()
+    assert flood.ends == ["cancelled"]
+
+
+async def test_no_descriptor_is_left_behind(serving: Serving) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    async def one(number: int) -> None:
+        async with await server.connect() as client:
+            await client.send_all(request("/quart", method="GET") * (number % 3))
+            if number % 3 == 1:
+                await client.receive_some()
+
+    async with serving(app_of(hello=hello)) as server:
+        await one(0)
+        before = descriptors()
+        for start in range(0, 200, 20):
+            async with trio.open_nursery() as nursery:
+                for number in range(start, start + 20):
+                    nursery.start_soon(one, number)
+        with trio.fail_after(2):
+            while descriptors() > before:  # noqa: ASYNC110  (there is no event to wait for)
+                await trio.sleep(0.01)
+
+
+async def test_accepted_sockets_have_their_options(serving: Serving) -> None:
+    listeners = await open_listeners("127.0.0.1", 0, 5)
+    settings = ServerSettings(write_timeout=7)
+    async with trio.open_nursery() as nursery:
+        stopping = trio.Event()
+        await nursery.start(partial(serve, nothing, listeners, settings, stopping=stopping))
+        options = listeners[0].socket
+        assert options.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 12000
+        assert options.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        stopping.set()
+
+
+async def test_running_out_of_descriptors_is_waited_out(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    async with serving(app_of(hello=hello)) as server:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        client = socket.create_connection(("127.0.0.1", server.port))
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(client))
+        used = max(int(n) for n in os.listdir("/proc/self/fd"))  # noqa: PTH208
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(used, 3), limits[1]))
+        try:
+            await trio.sleep(0.25)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await stream.send_all(request("/hello"))
+        assert (await read_answer(stream)).body == b"hello"
+        await stream.aclose()
+
+
+async def test_half_of_the_tls_files_is_an_error(tmp_path: Path) -> None:
+    settings = ServerSettings(tls_cert_path=str(tmp_path / "cert.pem"))
+    with pytest.raises(ConfigError, match="needs both"):
+        await serve(nothing, [], settings, stopping=trio.Event())
+
+
+async def test_tls_files_that_are_missing_are_an_error(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.pem")
+    settings = ServerSettings(tls_cert_path=missing, tls_key_path=missing)
+    with pytest.raises(ConfigError, match=r"cannot use the TLS files .*none.pem"):
+        await serve(nothing, [], settings, stopping=trio.Event())
+
+
+def test_an_unknown_hypercorn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_hypercorn()
+    monkeypatch.setattr("smgd.web.hyper.version", lambda name: "0.19.1")
+    with pytest.raises(ConfigError, match=r"0\.18\.x, but 0\.19\.1 is installed"):
+        check_hypercorn()
