@@ -122,6 +122,7 @@ class Daemon:
             started_at=int(time.time()),
             sse_keepalive=config.server.sse_keepalive,
             max_payload_size=config.server.max_payload_size,
+            max_logprobs=config.limits.max_logprobs,
         )
         self.metrics.watch_workers(self.registry.samples)
 
@@ -202,6 +203,7 @@ class Daemon:
             self.ids,
             bind,
             engines=config.engine_count,
+            max_logprobs=self.config.limits.max_logprobs,
             settings=LinkSettings(
                 startup_timeout=timeouts.zmq_startup,
                 send_timeout=timeouts.send,

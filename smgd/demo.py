@@ -15,7 +15,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -65,7 +65,7 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _commands(directory: Path, port: int) -> list[list[str]]:
-    """Return the command lines of the daemon and of the engine."""
+    """Return the command lines of the engine and of the daemon, which is stopped first."""
     path = str(directory / "engine-0")
     daemon = [
         *("launch", "--worker-urls", f"ipc://{path}", "--model-path", "smgd-sim"),
@@ -73,11 +73,11 @@ def _commands(directory: Path, port: int) -> list[list[str]]:
     ]
     engine = [
         *("--handshake", f"tcp://{HOST}:{handshake_port(path)}"),
-        *("--ttft-ms", "80", "--itl-ms", "40"),
+        *("--ttft-ms", "80", "--itl-ms", "40", "--log-level", "warning"),
     ]
     return [
-        [sys.executable, "-m", "smgd.cli", *daemon],
         [sys.executable, "-m", "smgd.sim.cli", *engine],
+        [sys.executable, "-m", "smgd.cli", *daemon],
     ]
 
 
@@ -110,12 +110,14 @@ def _program(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _check_alive(programs: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait a moment, or raise at once if a program has ended."""
-    try:
-        code = programs[0].wait(seconds)
-    except subprocess.TimeoutExpired:
-        return
-    raise DemoError(f"smgd ended with exit code {code}; its last words are above")
+    """Wait a moment for a program to end, and raise if one has."""
+    with suppress(subprocess.TimeoutExpired):
+        programs[-1].wait(seconds)
+    for program in programs:
+        if program.poll() is not None:
+            name = " ".join(map(str, program.args[2:4])) if isinstance(program.args, list) else ""
+            text = f"{name} ended with exit code {program.returncode}; its last words are above"
+            raise DemoError(text)
 
 
 def _wait_until_ready(base: str, programs: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -164,4 +166,4 @@ def _stream(base: str) -> None:
 
 def _wait_for_end(programs: Sequence[subprocess.Popen[bytes]]) -> None:
     while True:
-        _check_alive(programs, 3600)
+        _check_alive(programs, 1)

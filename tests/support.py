@@ -10,6 +10,7 @@ from smgd.core import (
     GenerationRequest,
     Receiver,
     Sampling,
+    TokenLogprobs,
     WorkerState,
 )
 from smgd.errors import EngineLostError
@@ -57,13 +58,20 @@ class MemoryWorker:
         finish: FinishReason | None = None,
         stop_reason: int | str | None = None,
         cached: int | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
         """Do what an engine's reader does with one output."""
         receiver = self.running[request_id]
         if finish is not None:
             del self.running[request_id]
         receiver.deliver(
-            Delta(list(ids), finish=finish, stop_reason=stop_reason, cached_tokens=cached)
+            Delta(
+                list(ids),
+                finish=finish,
+                stop_reason=stop_reason,
+                cached_tokens=cached,
+                logprobs=logprobs,
+            )
         )
         receiver.flush()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from smgd.api import chat
-from smgd.api.base import Surface
+from smgd.api import chat, completions, tokenize
+from smgd.api.base import Query, Surface
 
-SURFACES: tuple[Surface, ...] = (chat.SURFACE,)
+SURFACES: tuple[Surface, ...] = (chat.SURFACE, completions.SURFACE)
+
+QUERIES: tuple[Query, ...] = tokenize.QUERIES

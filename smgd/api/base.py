@@ -22,11 +22,13 @@ class PlanContext(msgspec.Struct, frozen=True):
     """What a surface needs to turn a request into sequences.
 
     `max_model_len` is the smallest context (tokens) among the ready workers of the model;
+    `max_logprobs` is the most alternatives per token that may be asked for;
     `created` is wall-clock seconds; `response_id` is what the client sees as the answer's id.
     """
 
     model: Model
     max_model_len: int
+    max_logprobs: int
     stage: TextStage
     ids: RequestIds
     response_id: str
@@ -87,3 +89,19 @@ class Surface(msgspec.Struct, frozen=True):
     plan: Callable[[Any, PlanContext], Awaitable[Plan]]
     error_body: Callable[[ApiError], bytes]
     error_event: Callable[[ApiError], bytes]
+
+
+class QueryContext(msgspec.Struct, frozen=True):
+    """What a query works with. `max_model_len` (tokens) is None while no worker is ready."""
+
+    model: Model
+    max_model_len: int | None
+    stage: TextStage
+
+
+class Query(msgspec.Struct, frozen=True):
+    """A route that answers by itself, without an engine, under one or more paths."""
+
+    paths: tuple[str, ...]
+    decode: Callable[[bytes], tuple[Any, list[str]]]
+    run: Callable[[Any, QueryContext], Awaitable[bytes]]

@@ -1,27 +1,34 @@
-"""Chat completions: OpenAI's request, vLLM's extensions, and the frames that answer them.
-
-A streamed answer's frames differ only in the text between a prefix and a suffix, so both are
-rendered once per choice, and a frame costs one JSON string and one join.
-"""
+"""Chat completions: OpenAI's request with vLLM's extensions, and what answers it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from smgd.api import params as common
-from smgd.api.base import Plan, PlanContext, Surface, Usage
-from smgd.api.envelope import error_body, error_event, finish_reason, usage_object
+from smgd.api.answer import Format, make_answer
+from smgd.api.base import Plan, PlanContext, Surface
+from smgd.api.envelope import error_body, error_event
 from smgd.api.fields import FieldRules, decode
-from smgd.core import Finish, GenerationRequest
-from smgd.dispatch import Sequence
+from smgd.api.logprobs import ChatLogprobs
 from smgd.errors import TemplateError, invalid_request, unsupported_parameter
-from smgd.text.pipeline import TextPipeline
-
-_json = msgspec.json.Encoder().encode
+from smgd.text.model import Model
+from smgd.text.stage import TextStage
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+
+class Conversation(Protocol):
+    """The fields from which a prompt is rendered."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    add_special_tokens: bool | None
+    documents: list[dict[str, Any]] | None
+    reasoning_effort: str | None
+    chat_template_kwargs: dict[str, Any] | None
 
 
 class ChatRequest(common.GenerationParams, kw_only=True):
@@ -29,6 +36,8 @@ class ChatRequest(common.GenerationParams, kw_only=True):
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -45,8 +54,6 @@ RULES = FieldRules.of(
         "parallel_tool_calls": (True, False),  # without tools there is nothing to parallelize
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -75,6 +82,18 @@ def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """Decode and check a body. Raises `ApiError` 400."""
     request, unknown = decode(_decoder, body, RULES)
     common.check(request)
+    check_conversation(request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid_request(
+            "top_logprobs_requires_logprobs",
+            "'top_logprobs' is only allowed when 'logprobs' is true.",
+            "top_logprobs",
+        )
+    return request, unknown
+
+
+def check_conversation(request: Conversation) -> None:
+    """Refuse what no template needs to be asked about. Raises `ApiError` 400."""
     _check_messages(request.messages)
     if request.add_generation_prompt and request.continue_final_message:
         raise invalid_request(
@@ -82,7 +101,6 @@ def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
             "Set only one of 'add_generation_prompt' and 'continue_final_message'.",
             "continue_final_message",
         )
-    return request, unknown
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
@@ -121,205 +139,56 @@ def _check_content(content: object, where: str) -> None:
 
 async def plan_chat(request: ChatRequest, context: PlanContext) -> Plan:
     """Render the template, tokenize, apply defaults. Raises `ApiError` 400."""
-    model = context.model
-    text = _render(request, context)
-    prompt_ids = await context.stage.encode(
-        model.tokenizer, text, add_special_tokens=bool(request.add_special_tokens)
-    )
+    prompt_ids = await prompt_of(request, context.model, context.stage)
     requested, param = request.max_completion_tokens, "max_completion_tokens"
     if requested is None:
         requested, param = request.max_tokens, "max_tokens"
-    tokens = common.max_tokens(requested, param, len(prompt_ids), context)
-    requests = common.sequences(request, context, prompt_ids, tokens)
-    return (ChatStream if request.stream else ChatWhole)(request, context, requests)
+    length = len(prompt_ids)
+    default = context.model.files.sampling_defaults.max_tokens
+    tokens = common.max_tokens(requested, param, default, length, context, prompt="messages")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    common.check_logprobs(logprobs, "top_logprobs", context)
+    requests = common.sequences(request, context, prompt_ids, tokens, logprobs)
+    continued = bool(request.continue_final_message)
+    return make_answer(FORMAT, request, context, requests, continues_prompt=continued)
 
 
-def _render(request: ChatRequest, context: PlanContext) -> str:
+async def prompt_of(request: Conversation, model: Model, stage: TextStage) -> list[int]:
+    """Return the token ids of a conversation. Raises `ApiError` 400 with the template's words."""
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-    continued = bool(request.continue_final_message)
     try:
-        return context.model.template.render(
+        text = model.template.render(
             request.messages,
             documents=request.documents,
-            add_generation_prompt=request.add_generation_prompt is not False and not continued,
-            continue_final_message=continued,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
             kwargs=kwargs,
         )
     except TemplateError as error:
-        text = f"The model's chat template refused the messages: {error}"
-        raise invalid_request("process_messages_failed", text, "messages") from error
+        message = f"The model's chat template refused the messages: {error}"
+        raise invalid_request("process_messages_failed", message, "messages") from error
+    special = bool(request.add_special_tokens)
+    return await stage.encode(model.tokenizer, text, add_special_tokens=special)
 
 
 # ------------------------------------------------------------------------------ the answer
 
 
-class _Choice:
-    """One choice of an answer: its pipeline, and what was rendered of it so far."""
-
-    __slots__ = ("cached", "finish", "index", "parts", "pipeline", "prefix", "started")
-
-    def __init__(self, index: int, pipeline: TextPipeline, head: bytes) -> None:
-        self.index = index
-        self.pipeline = pipeline
-        self.prefix = b'%b{"index":%d,"delta":' % (head, index)
-        self.parts: list[str] = []
-        self.started = False
-        self.cached = 0
-        self.finish: Finish | None = None
+def _message(text: str) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-class _Answer:
-    """What streamed and whole answers share: choices, usage, and the feeding of pipelines."""
-
-    stream: bool
-
-    def __init__(
-        self, request: ChatRequest, context: PlanContext, requests: list[GenerationRequest]
-    ) -> None:
-        self.requests = requests
-        self.eager = bool(requests[0].stop.strings)
-        self._context = context
-        head = self._head(context)
-        vocabulary = context.model.tokenizer.vocabulary
-        self._choices = [
-            _Choice(i, TextPipeline(vocabulary, r), head) for i, r in enumerate(requests)
-        ]
-        self._open = len(requests)
-
-    def _head(self, context: PlanContext) -> bytes:
-        return b""
-
-    @property
-    def done(self) -> bool:
-        """Whether every choice has its finish."""
-        return self._open == 0
-
-    def usage(self) -> Usage:
-        """Return the tokens so far; the prompt counts once however many choices it has."""
-        return Usage(
-            prompt=len(self.requests[0].prompt_ids),
-            completion=sum(choice.pipeline.completion_tokens for choice in self._choices),
-            cached=max(choice.cached for choice in self._choices),
-        )
-
-    def finish_reasons(self) -> str:
-        """Return the finish reasons so far, for the log."""
-        return ",".join(c.finish.reason for c in self._choices if c.finish is not None)
-
-    def _take(self, sequence: Sequence) -> tuple[_Choice, str]:
-        """Run a sequence's news through its pipeline; return the text that may be shown."""
-        choice = self._choices[sequence.index]
-        pipeline = choice.pipeline
-        choice.cached = sequence.cached_tokens
-        if pipeline.plain and sequence.finish is None:
-            return choice, pipeline.feed_text(sequence.take_ids())
-        output = pipeline.feed(sequence.take())
-        if output.abort:
-            sequence.stop()
-        if output.finish is not None:
-            choice.finish = output.finish
-            self._open -= 1
-        return choice, output.text
-
-
-class ChatStream(_Answer):
-    """A streamed answer: role frame, text frames, one finish frame a choice, usage, `[DONE]`."""
-
-    stream = True
-
-    def __init__(
-        self, request: ChatRequest, context: PlanContext, requests: list[GenerationRequest]
-    ) -> None:
-        super().__init__(request, context, requests)
-        options = request.stream_options or common.StreamOptions()
-        self._usage_at_end = bool(options.include_usage)
-        self._usage_always = self._usage_at_end and bool(options.continuous_usage_stats)
-        # OpenAI: with include_usage every earlier frame says `"usage": null`.
-        self._tail = b'],"usage":null}\n\n' if self._usage_at_end else b"]}\n\n"
-
-    def _head(self, context: PlanContext) -> bytes:
-        head = {
-            "id": context.response_id,
-            "object": "chat.completion.chunk",
-            "created": context.created,
-            "model": context.model.id,
-        }
-        return b"data: " + _json(head)[:-1] + b',"choices":['
-
-    def feed(self, sequence: Sequence) -> bytes:
-        """Take a sequence's news; return its frames."""
-        choice, text = self._take(sequence)
-        frames = b""
-        if not choice.started:
-            choice.started = True
-            frames = self._frame(choice, b'{"role":"assistant","content":""}')
-        if text:
-            frames += self._frame(choice, b'{"content":%b}' % _json(text))
-        if choice.finish is not None:
-            frames += self._finish_frame(choice, choice.finish)
-        return frames
-
-    def _frame(self, choice: _Choice, delta: bytes) -> bytes:
-        tail = self._usage_tail() if self._usage_always else self._tail
-        return b'%b%b,"logprobs":null,"finish_reason":null}%b' % (choice.prefix, delta, tail)
-
-    def _finish_frame(self, choice: _Choice, finish: Finish) -> bytes:
-        tail = self._usage_tail() if self._usage_always else self._tail
-        return b'%b{},"logprobs":null,"finish_reason":"%b","stop_reason":%b}%b' % (
-            choice.prefix,
-            finish_reason(finish.reason).encode(),
-            _json(finish.stop_reason),
-            tail,
-        )
-
-    def _usage_tail(self) -> bytes:
-        return b'],"usage":%b}\n\n' % _json(usage_object(self.usage()))
-
-    def end(self) -> bytes:
-        """Return the usage frame, if asked for, and `[DONE]`."""
-        done = b"data: [DONE]\n\n"
-        if not self._usage_at_end:
-            return done
-        return self._head(self._context) + self._usage_tail() + done
-
-
-class ChatWhole(_Answer):
-    """An answer in one body."""
-
-    stream = False
-
-    def feed(self, sequence: Sequence) -> bytes:
-        """Collect a sequence's text."""
-        choice, text = self._take(sequence)
-        choice.parts.append(text)
-        return b""
-
-    def end(self) -> bytes:
-        """Return the `chat.completion` object."""
-        return _json(
-            {
-                "id": self._context.response_id,
-                "object": "chat.completion",
-                "created": self._context.created,
-                "model": self._context.model.id,
-                "choices": [_whole_choice(choice) for choice in self._choices],
-                "usage": usage_object(self.usage()),
-            }
-        )
-
-
-def _whole_choice(choice: _Choice) -> dict[str, Any]:
-    finish = choice.finish
-    return {
-        "index": choice.index,
-        "message": {"role": "assistant", "content": "".join(choice.parts), "refusal": None},
-        "logprobs": None,
-        "finish_reason": finish_reason(finish.reason) if finish else None,
-        "stop_reason": finish.stop_reason if finish else None,
-    }
-
+FORMAT = Format(
+    chunk_object="chat.completion.chunk",
+    whole_object="chat.completion",
+    role=b'"delta":{"role":"assistant","content":""}',
+    text=(b'"delta":{"content":', b"}"),
+    empty=b'"delta":{}',
+    whole=_message,
+    logprobs=ChatLogprobs,
+)
 
 SURFACE = Surface(
     path="/v1/chat/completions",

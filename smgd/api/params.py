@@ -16,6 +16,9 @@ from smgd.text.model import Model
 # OpenAI allows 128 choices; every one is a sequence that an engine must hold.
 MAX_CHOICES = 128
 
+# Characters of all stop strings together: matching them costs some hundred bytes of memory each.
+MAX_STOP_CHARS = 65_536
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream carries besides text."""
@@ -69,8 +72,13 @@ def check(params: GenerationParams) -> None:
     if choices > 1 and params.temperature is not None and params.temperature < 1e-5:
         text = f"'n' must be 1 when 'temperature' is 0, got {choices}: all choices would be equal."
         raise invalid_request("invalid_value", text, "n")
-    if "" in stop_strings(params):
+    strings = stop_strings(params)
+    if "" in strings:
         raise invalid_request("invalid_value", "A stop string must not be empty.", "stop")
+    length = sum(map(len, strings))
+    if length > MAX_STOP_CHARS:
+        text = f"'stop' has {length} characters in all; the maximum is {MAX_STOP_CHARS}."
+        raise invalid_request("string_above_max_length", text, "stop")
 
 
 def stop_strings(params: GenerationParams) -> tuple[str, ...]:
@@ -80,41 +88,70 @@ def stop_strings(params: GenerationParams) -> tuple[str, ...]:
     return (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
 
 
-def max_tokens(requested: int | None, param: str, prompt: int, context: PlanContext) -> int:
-    """Return how many tokens may be generated, as vLLM decides it; `prompt` is in tokens.
+def max_tokens(
+    requested: int | None,
+    param: str,
+    default: int | None,
+    length: int,
+    context: PlanContext,
+    *,
+    prompt: str,
+) -> int:
+    """Return how many tokens may be generated, as vLLM decides it.
 
-    Unset is the model's default, at most the room that is left; above the model's context is an
-    error, as is a prompt that leaves no room; between room and context is clamped.
+    `length` is the prompt's, in tokens; `param` and `prompt` are the fields that errors blame.
+    Unset is `default` (None: all there is), at most the room that is left; above the model's
+    context is an error, as is a prompt that leaves no room; between room and context is clamped.
     Raises `ApiError` 400.
     """
     limit = context.max_model_len
-    room = limit - prompt
+    room = limit - length
     if room < 1:
         text = (
-            f"This model's maximum context length is {limit} tokens, but the prompt has {prompt} "
+            f"This model's maximum context length is {limit} tokens, but the prompt has {length} "
             "tokens and at least one must be left for the answer. Shorten the prompt."
         )
-        raise invalid_request("context_length_exceeded", text, "messages")
+        raise invalid_request("context_length_exceeded", text, prompt)
     if requested is None:
-        default = context.model.files.sampling_defaults.max_tokens
         return room if default is None else min(default, room)
     if requested < 1:
         raise _below(param, requested, 1)
     if requested > limit:
         text = (
             f"{param}={requested} cannot be greater than the model's maximum context length of "
-            f"{limit} tokens (the prompt has {prompt} tokens, so at most {room} can be generated)."
+            f"{limit} tokens (the prompt has {length} tokens, so at most {room} can be generated)."
         )
         raise invalid_request("integer_above_max_value", text, param)
     return min(requested, room)
 
 
+def check_logprobs(wanted: int | None, param: str, context: PlanContext) -> None:
+    """Refuse more alternatives than engines are set to give. Raises `ApiError` 400."""
+    if wanted is None or 0 <= wanted <= context.max_logprobs:
+        return
+    if wanted < 0:
+        raise _below(param, wanted, 0)
+    text = f"{param} must be at most {context.max_logprobs}, got {wanted}."
+    raise invalid_request("integer_above_max_value", text, param)
+
+
 def sequences(
-    params: GenerationParams, context: PlanContext, prompt_ids: list[int], tokens: int
+    params: GenerationParams,
+    context: PlanContext,
+    prompt_ids: list[int],
+    tokens: int,
+    logprobs: int | None,
 ) -> list[GenerationRequest]:
-    """Return one request per choice; an explicit seed becomes `seed + i` for choice i."""
+    """Return one request per choice; an explicit seed becomes `seed + i` for choice i.
+
+    `logprobs` is the number of alternatives to show for each token, None for none at all.
+    """
     stop = stop_rules(params, context.model)
     base = sampling(params, context.model, tokens, stop)
+    base.logprobs = logprobs
+    output = OutputWishes(
+        skip_special_tokens=params.skip_special_tokens is not False, logprobs=logprobs
+    )
     requests = []
     for index in range(params.n or 1):
         own = base
@@ -127,7 +164,7 @@ def sequences(
                 prompt_ids=prompt_ids,
                 sampling=own,
                 stop=stop,
-                output=OutputWishes(skip_special_tokens=params.skip_special_tokens is not False),
+                output=output,
                 routing=RoutingHints(params.priority or 0, params.cache_salt),
             )
         )

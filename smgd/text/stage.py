@@ -7,17 +7,20 @@ thread is the greater delay for everybody. Above, the loop would stand still for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import trio
 
+from smgd.text.detok import Detokenizer
 from smgd.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 # About 2000 tokens of English, 1 to 2 ms.
 THRESHOLD_CHARS = 8192
+# Token ids that are decoded at one go, well under a millisecond.
+DECODE_SLICE = 4096
 # More threads than this only compete with the loop for cores.
 THREADS = 2
 
@@ -45,6 +48,17 @@ class TextStage:
         # A burst of requests gives way to running streams between one prompt and the next.
         await trio.lowlevel.checkpoint()
         return tokenizer.encode(text, add_special_tokens)
+
+    async def decode(
+        self, tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str:
+        """Return the text of ids, giving way to streams every so often: decoding holds the GIL."""
+        detokenizer = Detokenizer(tokenizer.vocabulary, skip_special_tokens)
+        parts = []
+        for start in range(0, len(ids), DECODE_SLICE):
+            await trio.lowlevel.checkpoint()
+            parts.append(detokenizer.feed(ids[start : start + DECODE_SLICE]))
+        return "".join(parts) + detokenizer.finish()
 
     async def load(self, fn: Callable[[], T]) -> T:
         """Run a blocking function in a thread; for models. Abandoned on cancellation."""

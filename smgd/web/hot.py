@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable
 import structlog
 import trio
 
-from smgd.api import SURFACES
-from smgd.api.base import Plan, PlanContext, Surface
+from smgd.api import QUERIES, SURFACES
+from smgd.api.base import Plan, PlanContext, Query, QueryContext, Surface
+from smgd.api.envelope import error_body, error_event
 from smgd.dispatch import Generation, Sequence
 from smgd.errors import ApiError, internal_error
 from smgd.web import gate
@@ -28,36 +29,82 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 def handlers(service: Service) -> dict[tuple[str, str], Handler]:
     """Return the raw handlers by method and path."""
-    return {("POST", surface.path): _handler(service, surface) for surface in SURFACES}
+    table: dict[tuple[str, str], Handler] = {}
+    for surface in SURFACES:
+        table["POST", surface.path] = _surface_handler(service, surface)
+    for query in QUERIES:
+        for path in query.paths:
+            table["POST", path] = _query_handler(service, query, path)
+    return table
 
 
-def _handler(service: Service, surface: Surface) -> Handler:
+def _surface_handler(service: Service, surface: Surface) -> Handler:
     async def handle(exchange: Exchange) -> None:
         response_id = gate.new_id(surface.id_prefix)
-        request_id = gate.request_id(exchange.header, response_id)
-        access = gate.Access(exchange.method, surface.path, request_id)
-        with service.metrics.http_inflight.track_inprogress():
-            try:
-                await answer(service, surface, exchange, access, response_id)
-            except ApiError as error:
-                await _refuse(surface, exchange, access, error)
-            except Exception:
-                # One broken answer must not take its neighbours along: it fails alone, loudly.
-                log.exception("request failed", request_id=access.id)
-                await _refuse(surface, exchange, access, internal_error())
-            finally:
-                access.close(service.metrics)
+        access = _access(exchange, surface.path, response_id)
+        run = answer(service, surface, exchange, access, response_id)
+        await _gated(service, exchange, access, run, surface.error_body, surface.error_event)
 
     return handle
+
+
+def _query_handler(service: Service, query: Query, path: str) -> Handler:
+    async def handle(exchange: Exchange) -> None:
+        access = _access(exchange, path, gate.new_id("req-"))
+        run = answer_query(service, query, exchange, access)
+        await _gated(service, exchange, access, run, error_body, error_event)
+
+    return handle
+
+
+def _access(exchange: Exchange, route: str, own_id: str) -> gate.Access:
+    return gate.Access(exchange.method, route, gate.request_id(exchange.header, own_id))
+
+
+async def _gated(
+    service: Service,
+    exchange: Exchange,
+    access: gate.Access,
+    run: Awaitable[None],
+    body: Callable[[ApiError], bytes],
+    event: Callable[[ApiError], bytes],
+) -> None:
+    """Run one request's life with what holds for all of them: errors, metrics, the log line."""
+    with service.metrics.http_inflight.track_inprogress():
+        try:
+            await run
+        except ApiError as error:
+            await _refuse(exchange, access, error, body, event)
+        except Exception:
+            # One broken answer must not take its neighbours along: it fails alone, loudly.
+            log.exception("request failed", request_id=access.id)
+            await _refuse(exchange, access, internal_error(), body, event)
+        finally:
+            access.close(service.metrics)
+
+
+async def answer_query(
+    service: Service, query: Query, exchange: Exchange, access: gate.Access
+) -> None:
+    """Read and answer a request that needs no engine. Raises `ApiError`."""
+    request, _ = query.decode(await _read(service, exchange))
+    model = service.catalog.get(request.model)
+    length = service.registry.known_max_model_len(model.id)
+    body = await query.run(request, QueryContext(model, length, service.stage))
+    access.answered(200)
+    await exchange.respond(200, [gate.JSON, *gate.common_headers(access)], body)
+
+
+async def _read(service: Service, exchange: Exchange) -> bytes:
+    gate.check_content_type(exchange.header(b"content-type"))
+    return await exchange.read_body(service.max_payload_size)
 
 
 async def answer(
     service: Service, surface: Surface, exchange: Exchange, access: gate.Access, response_id: str
 ) -> None:
     """Read, plan, run and answer one request. Raises `ApiError` for all that is not a 200."""
-    gate.check_content_type(exchange.header(b"content-type"))
-    body = await exchange.read_body(service.max_payload_size)
-    request, unknown = surface.decode(body)
+    request, unknown = surface.decode(await _read(service, exchange))
     model = service.catalog.get(request.model)
     access.fields.update(model=model.id, stream=bool(request.stream))
     if unknown:
@@ -66,6 +113,7 @@ async def answer(
     context = PlanContext(
         model=model,
         max_model_len=service.registry.max_model_len(model.id),
+        max_logprobs=service.max_logprobs,
         stage=service.stage,
         ids=service.ids,
         response_id=response_id,
@@ -187,15 +235,18 @@ async def _start(exchange: Exchange, access: gate.Access) -> None:
 
 
 async def _refuse(
-    surface: Surface, exchange: Exchange, access: gate.Access, error: ApiError
+    exchange: Exchange,
+    access: gate.Access,
+    error: ApiError,
+    body: Callable[[ApiError], bytes],
+    event: Callable[[ApiError], bytes],
 ) -> None:
     """Answer with an error, or end a stream that has begun with an error event."""
     access.answered(200 if exchange.started else error.status, error.code)
     if exchange.started:
-        await exchange.end(surface.error_event(error))
+        await exchange.end(event(error))
     else:
-        headers = gate.error_headers(access, error)
-        await exchange.respond(error.status, headers, surface.error_body(error))
+        await exchange.respond(error.status, gate.error_headers(access, error), body(error))
 
 
 def _account(

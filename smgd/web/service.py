@@ -30,6 +30,7 @@ class Service(msgspec.Struct, kw_only=True):
     started_at: int
     sse_keepalive: float
     max_payload_size: int
+    max_logprobs: int
     draining: bool = False
 
     def not_ready(self) -> str | None:

@@ -38,7 +38,8 @@ class ZmqWorker:
     """Runs requests on the engines that dial one socket path; `run` is its life.
 
     `vocab_size` is that of the model's configuration: ids at or above it kill an engine; None if it
-    is not known. `on_change` hears of every change of `state`.
+    is not known. `max_logprobs` is how many alternatives per token the engine allows. `on_change`
+    hears of every change of `state`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ZmqWorker:
         *,
         engines: int = 1,
         vocab_size: int | None = None,
+        max_logprobs: int = guard.MAX_LOGPROBS,
         settings: LinkSettings = DEFAULT_SETTINGS,
         on_change: Callable[[ZmqWorker], None] = lambda _: None,
     ) -> None:
@@ -59,6 +61,7 @@ class ZmqWorker:
         self.model_id = model_id
         self.runtime = dialect.name
         self.vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
         self.on_change = on_change
         self._lifecycle = Lifecycle()
         self._link = EngineLink(
@@ -112,7 +115,7 @@ class ZmqWorker:
             raise EngineLostError(self.url, f"the worker is {self._lifecycle.state}")
         info = self._session.info
         if info is not None:
-            guard.check(request, info, self.vocab_size)
+            guard.check(request, info, self.vocab_size, self._max_logprobs)
         self._link.submit_nowait(request, receiver)
 
     def abort_nowait(self, request_id: str) -> None:

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 import trio
 
-from smgd.api.base import Plan, PlanContext
+from smgd.api.base import Plan
 from smgd.api.chat import RULES, ChatRequest, decode_chat, plan_chat
-from smgd.core import Policy, RequestIds
-from smgd.dispatch import Dispatcher, Sequence
 from smgd.errors import ApiError
-from smgd.text.model import Model, load_model
+from smgd.text.model import Model
 from smgd.text.stage import TextStage
-from tests.support import FirstPolicy, MemoryWorker
+from tests.api.support import Run, context, frames
 
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("smgd-sim")
-
-
-def context(model: Model, max_model_len: int = 256) -> PlanContext:
-    return PlanContext(
-        model=model,
-        max_model_len=max_model_len,
-        stage=TextStage(),
-        ids=RequestIds("t"),
-        response_id="chatcmpl-1",
-        created=1700000000,
-    )
 
 
 def body(**fields: Any) -> bytes:
@@ -50,32 +32,6 @@ def refusal(**fields: Any) -> ApiError:
         decode_chat(body(**fields))
     assert caught.value.status == 400
     return caught.value
-
-
-class Run:
-    """A plan whose engine is the test."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.worker = MemoryWorker(model_id="smgd-sim")
-        dispatcher = Dispatcher(lambda _: [self.worker], cast("Policy", FirstPolicy()))
-        self.generation = dispatcher.generation(plan.requests)
-        for sequence in self.generation.sequences:
-            dispatcher.start(sequence)
-
-    def send(self, *ids: int, index: int = 0, **rest: Any) -> bytes:
-        sequence: Sequence = self.generation.sequences[index]
-        self.worker.send(self.plan.requests[index].id, *ids, **rest)
-        return self.plan.feed(sequence)
-
-
-def frames(data: bytes) -> list[Any]:
-    """Return what an SSE client reads."""
-    blocks = data.decode().split("\n\n")
-    assert blocks.pop() == ""
-    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
-    texts = [block.removeprefix("data: ") for block in blocks]
-    return [text if text == "[DONE]" else msgspec.json.decode(text) for text in texts]
 
 
 # ------------------------------------------------------------------------------ the request
@@ -219,7 +175,8 @@ async def test_a_template_error_is_the_clients_with_the_templates_words(model: M
 
 async def test_all_optional_fields_may_be_null(model: Model) -> None:
     names = (set(ChatRequest.__struct_fields__) | set(RULES.refused)) - {"messages", "model"}
-    given = await plan(model, **dict.fromkeys(names))
+    nulls: dict[str, Any] = dict.fromkeys(names)
+    given = await plan(model, **nulls)
     bare = await plan(model)
     [a], [b] = given.requests, bare.requests
     assert msgspec.structs.replace(a, id="") == msgspec.structs.replace(b, id="")
@@ -232,12 +189,12 @@ async def test_a_whole_answer(model: Model) -> None:
     ids = model.tokenizer.encode("The sea is wide.")
     run = Run(await plan(model))
     assert run.send(*ids[:2], cached=16) == b""
-    assert not run.plan.done
+    assert not run.done()
     run.send(*ids[2:], model.files.eos_token_id or 0, finish="stop")
-    assert run.plan.done
+    assert run.done()
     prompt = len(run.plan.requests[0].prompt_ids)
     assert msgspec.json.decode(run.plan.end()) == {
-        "id": "chatcmpl-1",
+        "id": "id-1",
         "object": "chat.completion",
         "created": 1700000000,
         "model": "smgd-sim",
@@ -267,7 +224,7 @@ async def test_a_stream_has_a_role_text_one_finish_and_done(model: Model) -> Non
     assert read.pop() == "[DONE]"
     first, *texts, last = read
     assert {k: v for k, v in first.items() if k != "choices"} == {
-        "id": "chatcmpl-1",
+        "id": "id-1",
         "object": "chat.completion.chunk",
         "created": 1700000000,
         "model": "smgd-sim",
@@ -324,9 +281,9 @@ async def test_choices_are_told_apart_and_finish_once_each(model: Model) -> None
     run = Run(await plan(model, stream=True, n=2))
     a, b = model.tokenizer.encode("a"), model.tokenizer.encode("b")
     data = run.send(*a, index=0) + run.send(*b, index=1) + run.send(*b, index=1, finish="stop")
-    assert not run.plan.done
+    assert not run.done()
     data += run.send(*a, index=0, finish="length") + run.plan.end()
-    assert run.plan.done
+    assert run.done()
     text = {0: "", 1: ""}
     finishes: list[tuple[int, str]] = []
     for frame in frames(data)[:-1]:
@@ -342,7 +299,7 @@ async def test_a_matched_stop_string_aborts_the_engine_at_once(model: Model) -> 
     ids = model.tokenizer.encode("one two three four")
     run = Run(await plan(model, stop=["two three"]))
     used = 0
-    while not run.plan.done:
+    while not run.done():
         run.send(ids[used])
         used += 1
     assert run.worker.aborted == [run.plan.requests[0].id]

@@ -346,11 +346,11 @@ def test_a_stop_string_sent_as_a_stop_token_is_reported_as_the_string() -> None:
 
 def test_a_stop_token_that_says_more_than_its_stop_string_is_cut_exactly() -> None:
     known = Vocabulary(small.gemma())
-    space_t = small.id_of(known.backend, "▁t")
-    asked = request("t", stop_token_ids=[space_t], token_strings={space_t: "t"})
-    ids = [small.id_of(known.backend, "a"), space_t]
-    output = TextPipeline(known, asked).feed(Delta(ids, finish="stop", stop_reason=space_t))
-    assert (output.text, output.finish, output.abort) == ("a ", Finish("stop", "t"), False)
+    space_fo = small.id_of(known.backend, "▁fo")
+    asked = request("fo", stop_token_ids=[space_fo], token_strings={space_fo: "fo"})
+    ids = [small.id_of(known.backend, "a"), space_fo]
+    output = TextPipeline(known, asked).feed(Delta(ids, finish="stop", stop_reason=space_fo))
+    assert (output.text, output.finish, output.abort) == ("a ", Finish("stop", "fo"), False)
 
 
 def test_a_hidden_stop_token_is_reported_as_the_string_it_stands_for() -> None:

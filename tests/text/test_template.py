@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +207,8 @@ ODD = st.dictionaries(KEYS, st.dictionaries(KEYS, JSON) | JSON | st.lists(JSON, 
 @settings(max_examples=40, deadline=None)
 @given(messages=st.lists(ODD, max_size=3), continues=st.booleans())
 def test_odd_messages_raise_nothing_else(name: str, messages: Messages, continues: bool) -> None:
-    try:
+    with suppress(TemplateError):
         assert isinstance(ours(name, messages, continue_final_message=continues), str)
-    except TemplateError as error:
-        assert str(error) != ""
 
 
 def test_the_templates_own_words_are_the_error() -> None:
