@@ -111,7 +111,9 @@ class Daemon:
         self.service = Service(
             catalog=self.catalog,
             registry=self.registry,
-            dispatcher=Dispatcher(self.registry.candidates, policy_for(config.routing.policy)),
+            dispatcher=Dispatcher(
+                self.registry.candidates, policy_for(config.routing.policy), self.ids
+            ),
             stage=TextStage(
                 config.limits.tokenizer_inline_chars,
                 trio.CapacityLimiter(config.limits.tokenizer_threads),

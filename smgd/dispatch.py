@@ -17,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
+import msgspec
 import structlog
 import trio
 
@@ -25,6 +26,7 @@ from smgd.core import (
     FinishReason,
     GenerationRequest,
     Policy,
+    RequestIds,
     Timings,
     TokenLogprobs,
     Worker,
@@ -37,6 +39,7 @@ from smgd.errors import (
     internal_error,
     no_available_workers,
 )
+from smgd.migration import Mode, continuation, refusal
 
 log = structlog.get_logger("smgd.dispatch")
 
@@ -45,7 +48,11 @@ FlushHook = Callable[["Sequence"], bool]
 
 
 class Sequence:
-    """One sequence of a generation: the receiver of one engine request, and all its output."""
+    """One sequence of a generation: the receiver of one engine request, and all its output.
+
+    `request` is what was asked for; `running` is what an engine was given last: the same, or after
+    a migration its continuation.
+    """
 
     __slots__ = (
         "_logprobs",
@@ -57,9 +64,11 @@ class Sequence:
         "generation",
         "ids",
         "index",
+        "migrations",
         "open",
         "prompt_logprobs",
         "request",
+        "running",
         "stop_reason",
         "timings",
         "worker",
@@ -69,8 +78,10 @@ class Sequence:
         self.generation = generation
         self.index = index
         self.request = request
+        self.running = request
         self.worker: Worker | None = None
         self.open = False
+        self.migrations = 0
         self.ids = array("I")
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -101,9 +112,12 @@ class Sequence:
             self.generation.touch(self)
 
     def fail(self, error: Exception) -> None:
-        """End the whole generation: an answer with a part missing is no answer."""
+        """Go on with another engine, or end the whole generation: no answer has a part missing."""
         self.generation.release(self)
-        self.generation.fail(error)
+        if isinstance(error, EngineLostError):
+            self.generation.lost(self, error)
+        else:
+            self.generation.fail(error)
 
     def _first(self, delta: Delta) -> None:
         if delta.ids:
@@ -113,12 +127,17 @@ class Sequence:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
 
+    def full(self) -> None:
+        """End with what there is: no engine has room for more."""
+        self.finish = "length"
+        self.flush()
+
     def _finished(self, delta: Delta) -> None:
         self.generation.release(self)
         if delta.finish == "abort":
             # We did not ask for it (an aborted request is not delivered to): the engine is leaving.
             worker = self.worker.url if self.worker else "?"
-            self.generation.fail(EngineLostError(worker, "the engine aborted the request"))
+            self.fail(EngineLostError(worker, "the engine aborted the request"))
         elif delta.finish == "error":
             text = "The engine failed to run this request; its log has the reason"
             self.generation.fail(ApiError(500, "engine_error", text))
@@ -167,6 +186,7 @@ class Generation:
         self.hook: FlushHook | None = None
         self.error: ApiError | None = None
         self.started_at = trio.current_time()
+        self._closed = False
         self._news: list[Sequence] = []
         self._task: trio.lowlevel.Task | None = None
 
@@ -190,6 +210,7 @@ class Generation:
 
     def close(self) -> None:
         """Abort what the engine has not finished. Idempotent."""
+        self._closed = True
         for sequence in self.sequences:
             self.abort(sequence)
 
@@ -215,17 +236,25 @@ class Generation:
             self.error = _for_client(error)
         self._wake()
 
+    def lost(self, sequence: Sequence, error: EngineLostError) -> None:
+        """Go on with another engine after a loss, or fail where that cannot be."""
+        if self.error is not None or self._closed:
+            return
+        final = self._dispatcher.migrate(sequence, error)
+        if final is not None:
+            self.fail(final)
+
     def abort(self, sequence: Sequence) -> None:
         """Send the sequence's ABORT if the engine still runs it."""
         if sequence.open and sequence.worker is not None:
-            sequence.worker.abort_nowait(sequence.request.id)
+            sequence.worker.abort_nowait(sequence.running.id)
             self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Note that a sequence has left its worker. Idempotent."""
         if sequence.open and sequence.worker is not None:
             sequence.open = False
-            self._dispatcher.policy.ended(sequence.worker, sequence.request)
+            self._dispatcher.policy.ended(sequence.worker, sequence.running)
 
     def _wake(self) -> None:
         task, self._task = self._task, None
@@ -245,12 +274,33 @@ def _for_client(error: Exception) -> ApiError:
     return answer
 
 
+class Migration(msgspec.Struct, frozen=True):
+    """How often a sequence may go on elsewhere after losing its engine, and which ones may."""
+
+    mode: Mode = "best-effort"
+    limit: int = 2
+
+
+BEST_EFFORT = Migration()
+
+
 class Dispatcher:
     """Gives sequences to workers. `candidates` returns the ready workers of a model."""
 
-    def __init__(self, candidates: Callable[[str], Seq[Worker]], policy: Policy) -> None:
-        self._candidates = candidates
+    def __init__(
+        self,
+        candidates: Callable[[str], Seq[Worker]],
+        policy: Policy,
+        ids: RequestIds,
+        *,
+        migration: Migration = BEST_EFFORT,
+        on_migration: Callable[[str, str], None] = lambda _model, _result: None,
+    ) -> None:
         self.policy = policy
+        self._candidates = candidates
+        self._ids = ids
+        self._migration = migration
+        self._on_migration = on_migration
 
     def generation(self, requests: Seq[GenerationRequest]) -> Generation:
         """Return the life of `requests` on the engines, to be entered with `async with`.
@@ -260,9 +310,53 @@ class Dispatcher:
         return Generation(self, requests)
 
     def start(self, sequence: Sequence) -> None:
-        """Choose a worker and submit. A worker that turns out to be lost is passed over."""
+        """Choose a worker and submit. Raises `ApiError`."""
+        self._submit(sequence, sequence.request, list(self._candidates(sequence.request.model)))
+
+    def migrate(self, sequence: Sequence, error: EngineLostError) -> EngineLostError | None:
+        """Continue a sequence on another worker, or return the loss with why it has to fail."""
         request = sequence.request
-        candidates = list(self._candidates(request.model))
+        reason = self._stays(sequence)
+        others = [w for w in self._candidates(request.model) if w is not sequence.worker]
+        if reason is None and not others:
+            reason = "no other worker of the model is ready"
+        if reason is None:
+            reason = self._go_on(sequence, others)
+        self._on_migration(request.model, "migrated" if reason is None else "failed")
+        if reason is None:
+            log.info(
+                "stream migrated",
+                request_id=request.id,
+                now=sequence.running.id,
+                tokens=len(sequence.ids),
+                lost=error.worker,
+            )
+            return None
+        log.warning("stream lost", request_id=request.id, worker=error.worker, reason=reason)
+        return EngineLostError(error.worker, f"{error.reason}; {reason}")
+
+    def _stays(self, sequence: Sequence) -> str | None:
+        if sequence.migrations >= self._migration.limit:
+            return f"the request has moved {sequence.migrations} times already"
+        return refusal(sequence.request, len(sequence.ids), self._migration.mode)
+
+    def _go_on(self, sequence: Sequence, others: list[Worker]) -> str | None:
+        request = sequence.request
+        if _is_full(request, len(sequence.ids), others):
+            sequence.full()
+            return None
+        sequence.migrations += 1
+        try:
+            going_on = continuation(request, sequence.ids, self._ids.next())
+            self._submit(sequence, going_on, others)
+        except ApiError as refused:
+            return refused.message
+        return None
+
+    def _submit(
+        self, sequence: Sequence, request: GenerationRequest, candidates: list[Worker]
+    ) -> None:
+        """Give a request to one of the candidates. One that turns out to be lost is passed over."""
         lost: SmgdError | None = None
         while candidates:
             worker = self.policy.pick(candidates, request)
@@ -272,7 +366,15 @@ class Dispatcher:
                 candidates.remove(worker)
                 lost = error
                 continue
-            sequence.worker, sequence.open = worker, True
+            sequence.worker, sequence.running, sequence.open = worker, request, True
             self.policy.started(worker, request)
             return
         raise no_available_workers(request.model) from lost
+
+
+def _is_full(request: GenerationRequest, generated: int, workers: Seq[Worker]) -> bool:
+    """Tell whether a sequence has all it asked for, or fills the context of every worker."""
+    if generated >= request.sampling.max_tokens:
+        return True
+    longest = max(w.info.max_model_len if w.info is not None else 0 for w in workers)
+    return bool(generated) and len(request.prompt_ids) + generated >= longest

@@ -7,20 +7,37 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.testing
+from msgspec import structs
 
-from smgd.core import Policy, Worker
-from smgd.dispatch import Dispatcher, Generation, Sequence
+from smgd.core import (
+    Constraint,
+    EngineInfo,
+    GenerationRequest,
+    Policy,
+    RequestIds,
+    Worker,
+)
+from smgd.dispatch import BEST_EFFORT, Dispatcher, Generation, Migration, Sequence
 from smgd.errors import ApiError, EngineLostError, invalid_request
+from smgd.migration import Mode
 from tests.support import FirstPolicy, MemoryWorker, request
 
 
 class House:
     """A dispatcher over memory workers."""
 
-    def __init__(self, *workers: MemoryWorker) -> None:
+    def __init__(self, *workers: MemoryWorker, migration: Migration = BEST_EFFORT) -> None:
         self.workers = list(workers) or [MemoryWorker()]
         self.policy = FirstPolicy()
-        self.dispatcher = Dispatcher(self._candidates, cast("Policy", self.policy))
+        self.ids = RequestIds("new")
+        self.moves: list[tuple[str, str]] = []
+        self.dispatcher = Dispatcher(
+            self._candidates,
+            cast("Policy", self.policy),
+            self.ids,
+            migration=migration,
+            on_migration=lambda *move: self.moves.append(move),
+        )
 
     @property
     def worker(self) -> MemoryWorker:
@@ -103,7 +120,8 @@ async def test_a_lost_engine_fails_the_generation_and_aborts_its_siblings_elsewh
         def pick(self, candidates: list[MemoryWorker], request: Any) -> MemoryWorker:
             return candidates[len(self.active) % len(candidates)]
 
-    house = House(MemoryWorker("ipc:///m/a"), MemoryWorker("ipc:///m/b"))
+    off = Migration("off")
+    house = House(MemoryWorker("ipc:///m/a"), MemoryWorker("ipc:///m/b"), migration=off)
     house.policy = Alternate()
     house.dispatcher.policy = cast("Policy", house.policy)
     async with house.dispatcher.generation([request("a"), request("b")]) as generation:
@@ -151,7 +169,7 @@ async def test_a_worker_lost_between_choice_and_submit_is_passed_over() -> None:
     def lost(*_: Any) -> None:
         raise EngineLostError("ipc:///m/a", "gone")
 
-    house.workers[0].submit_nowait = lost  # type: ignore[method-assign]
+    house.workers[0].submit_nowait = lost  # type: ignore[method-assign, assignment]
     async with house.dispatcher.generation([request()]) as generation:
         assert generation.sequences[0].worker is house.workers[1]
 
@@ -173,7 +191,7 @@ async def test_a_refused_sibling_takes_the_others_back() -> None:
             raise invalid_request("invalid_value", "no", "top_p")
         submit(req, receiver)
 
-    house.worker.submit_nowait = guarded  # type: ignore[method-assign]
+    house.worker.submit_nowait = guarded  # type: ignore[method-assign, assignment]
     with pytest.raises(ApiError, match="no"):
         await house.dispatcher.generation([request("good"), request("bad")]).__aenter__()
     assert house.worker.aborted == ["good"]
@@ -216,3 +234,144 @@ async def test_waiting_with_news_is_still_a_checkpoint_for_cancels() -> None:
             await generation.wait()
         assert scope.cancelled_caught
         assert [s.take().ids for s in await generation.wait()] == [[1]]
+
+
+# ----------------------------------------------------------------------------- migration
+
+
+def two(**options: Any) -> House:
+    return House(MemoryWorker("ipc:///m/a"), MemoryWorker("ipc:///m/b"), **options)
+
+
+async def test_a_stream_goes_on_elsewhere_from_its_own_ids() -> None:
+    house = two()
+    a, b = house.workers
+    asked = request(max_tokens=10)
+    asked.sampling.min_tokens = 3
+    async with house.dispatcher.generation([asked]) as generation:
+        a.send("r1", 7, 8, cached=2)
+        a.lose()
+        [moved] = b.submitted
+        assert moved.prompt_ids == [1, 2, 3, 7, 8]
+        assert (moved.sampling.max_tokens, moved.sampling.min_tokens) == (8, 1)
+        assert moved.id != "r1"
+        b.send(moved.id, 9, finish="stop", cached=5)
+        [sequence] = await generation.wait()
+        delta = sequence.take()
+        assert (delta.ids, delta.finish) == ([7, 8, 9], "stop"), "the taker notices nothing"
+        assert sequence.cached_tokens == 2, "the first attempt's"
+        assert sequence.request.prompt_ids == [1, 2, 3], "what the client asked for is unchanged"
+    assert generation.error is None
+    assert (a.aborted, b.aborted) == ([], [])
+    assert house.moves == [("m", "migrated")]
+    assert house.nothing_left()
+
+
+async def test_an_engine_that_aborts_unasked_is_left_for_another() -> None:
+    house = two()
+    a, b = house.workers
+    async with house.dispatcher.generation([request()]) as generation:
+        a.send("r1", 7)
+        a.send("r1", finish="abort")
+        [moved] = b.submitted
+        b.send(moved.id, 8, finish="length")
+        [sequence] = await generation.wait()
+        assert (sequence.take().ids, sequence.finish) == ([7, 8], "length")
+    assert house.nothing_left()
+
+
+async def test_leaving_after_a_migration_aborts_the_new_request_only() -> None:
+    house = two()
+    a, b = house.workers
+    async with house.dispatcher.generation([request()]):
+        a.lose()
+    assert (a.aborted, b.aborted) == ([], [b.submitted[0].id])
+    assert house.nothing_left()
+
+
+async def test_at_most_so_many_times() -> None:
+    house = House(*(MemoryWorker(f"ipc:///m/{i}") for i in range(4)))
+    async with house.dispatcher.generation([request()]) as generation:
+        for worker in house.workers[:2]:
+            worker.lose()
+            assert generation.error is None
+        house.workers[2].lose()
+        await generation.wait()
+        assert generation.error is not None
+        assert generation.error.code == "engine_lost"
+    assert house.workers[3].submitted == []
+    assert house.moves == [("m", "migrated"), ("m", "migrated"), ("m", "failed")]
+    assert house.nothing_left()
+
+
+async def test_with_no_other_worker_it_fails_at_once() -> None:
+    house = House()
+    async with house.dispatcher.generation([request()]) as generation:
+        house.worker.lose()
+        await generation.wait()
+        assert generation.error is not None
+        assert generation.error.status == 503
+
+
+@pytest.mark.parametrize("generated", [1, 4])
+async def test_a_full_context_ends_with_length(generated: int) -> None:
+    house = two()
+    a, b = house.workers
+    b.info = EngineInfo(max_model_len=4)
+    async with house.dispatcher.generation([request(max_tokens=4)]) as generation:
+        a.send("r1", *range(generated))
+        a.lose()
+        [sequence] = await generation.wait()
+        assert (sequence.take().finish, generation.error) == ("length", None)
+    assert b.submitted == []
+    assert house.nothing_left()
+
+
+def changed(**sampling: Any) -> GenerationRequest:
+    asked = request()
+    for name, value in sampling.items():
+        setattr(asked.sampling, name, value)
+    return asked
+
+
+CONSTRAINED = structs.replace(request(), constraint=Constraint("regex", "a+"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "modes"),
+    [
+        (changed(), {"best-effort", "exact"}),
+        (changed(temperature=0.0, seed=5), {"best-effort", "exact"}),
+        (changed(repetition_penalty=1.2), {"best-effort", "exact"}),
+        (changed(seed=5), {"best-effort"}),
+        (changed(presence_penalty=0.5), {"best-effort"}),
+        (changed(temperature=0.0, frequency_penalty=0.5), {"best-effort"}),
+        (changed(prompt_logprobs=1), set()),
+        (CONSTRAINED, set()),
+    ],
+)
+@pytest.mark.parametrize("mode", ["best-effort", "exact", "off"])
+@pytest.mark.parametrize("begun", [True, False])
+async def test_which_requests_go_on(
+    asked: GenerationRequest, modes: set[Mode], mode: Mode, begun: bool
+) -> None:
+    house = two(migration=Migration(mode))
+    a, b = house.workers
+    async with house.dispatcher.generation([asked]) as generation:
+        if begun:
+            a.send("r1", 7)
+        a.lose()
+        goes_on = mode != "off" and (mode in modes or not begun)
+        assert len(b.submitted) == goes_on
+        assert (generation.error is None) == goes_on
+    assert house.nothing_left()
+
+
+async def test_why_it_could_not_go_on_is_told() -> None:
+    house = two()
+    async with house.dispatcher.generation([CONSTRAINED]) as generation:
+        house.workers[0].send("r1", 7)
+        house.workers[0].lose()
+        await generation.wait()
+        assert generation.error is not None
+        assert "a structured output cannot be continued in the middle" in generation.error.message

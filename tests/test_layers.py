@@ -16,7 +16,7 @@ LAYERS = {
     "wire": 1, "parse": 1,
     "text": 2, "engine": 2, "rpc": 2,
     "workers": 3,
-    "dispatch": 4, "api": 4,
+    "dispatch": 4, "migration": 4, "api": 4,
     "web": 5, "admin": 5, "launch": 5, "sim": 5,
     "daemon": 6, "cli": 6, "demo": 6,
 }  # fmt: skip

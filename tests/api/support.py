@@ -32,7 +32,9 @@ class Run:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.worker = MemoryWorker(model_id="smgd-sim")
-        dispatcher = Dispatcher(lambda _: [self.worker], cast("Policy", FirstPolicy()))
+        dispatcher = Dispatcher(
+            lambda _: [self.worker], cast("Policy", FirstPolicy()), RequestIds("t")
+        )
         self.generation = dispatcher.generation(plan.requests)
         for sequence in self.generation.sequences:
             dispatcher.start(sequence)
