@@ -24,13 +24,14 @@ from smgd.sim import replies
 from smgd.sim.cache import BLOCK_SIZE
 from smgd.sim.core import EngineCore
 from smgd.sim.engine import EXIT_FAILED, Core, Engine, Life, run
-from smgd.sim.flood import FloodCore
+from smgd.sim.flood import Control, FloodCore
 from smgd.sim.model import Model
 from smgd.sim.pace import Pace
 from smgd.sim.poison import Limits
 from smgd.sim.scheduler import NUM_GPU_BLOCKS, Options, Scheduler
 from smgd.sim.wire import LAYOUTS, encode_registration
-from smgd.text.hub import BUILTIN_MODEL, read_json, resolve
+from smgd.text.hub import BUILTIN_MODEL, resolve
+from smgd.text.model import ModelFiles
 from smgd.text.tokenizer import Tokenizer
 from smgd.wire.fnv import handshake_port
 
@@ -123,6 +124,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--flood", action="store_true",
         help="for benchmarks: outputs from pre-encoded pieces, no checks, no end before max_tokens;"
         " --replies, --ttft-ms and --max-num-seqs have no effect")
+    add("--control", type=Path, metavar="FILE",
+        help="with --flood: share counters and pace with a benchmark (see smgd/sim/flood.py)")
     add("--log-level", choices=_LOG_LEVELS, help="default: info, with --flood warning")
     add("--version", action="version", version=f"smgd-sim {__version__}")
     # fmt: on
@@ -151,10 +154,11 @@ def build_engines(args: argparse.Namespace) -> list[Engine]:
     )
     scripted = replies.load_replies(args.replies, model.codec) if args.replies else []
     limits = Limits(max_model_len, model.vocab_size)
+    control = Control(args.control) if args.control else None
 
     def core(index: int) -> Core:
         if args.flood:
-            return FloodCore(layout, model, args.itl_ms, index)
+            return FloodCore(layout, model, args.itl_ms, index, control)
         options = Options(
             engine_index=index,
             max_num_seqs=args.max_num_seqs,
@@ -171,16 +175,14 @@ def build_engines(args: argparse.Namespace) -> list[Engine]:
 def _load_model(args: argparse.Namespace) -> tuple[Model, int]:
     directory = resolve(args.model_path)
     tokenizer = Tokenizer.from_directory(directory)
-    config = read_json(directory / "config.json")
-    text_config = config.get("text_config", config)  # of a multimodal model
+    files = ModelFiles.read(directory, tokenizer)
     model = Model(
         tokenizer,
-        vocab_size=text_config.get("vocab_size", tokenizer.vocab_size),
-        eos_token_id=tokenizer.eos_token_id,
+        vocab_size=files.vocab_size,
+        eos_token_id=files.eos_token_id,
         seed=args.seed,
     )
-    longest = text_config.get("max_position_embeddings", _DEFAULT_LENGTH)
-    return model, args.max_model_len or longest
+    return model, args.max_model_len or files.context_length or _DEFAULT_LENGTH
 
 
 def milliseconds(text: str) -> float:

@@ -62,7 +62,7 @@ class EngineCore:
     def receive(self, frames: list[bytes], now: float) -> list[Effect]:
         """Take one message from an input socket."""
         try:
-            return self._checked(self._dispatch(frames, now))
+            return self._settled(self._dispatch(frames, now), now)
         except InputThreadError as error:
             return [Breakdown("input", str(error))]
         except MainLoopError as error:
@@ -81,14 +81,11 @@ class EngineCore:
         effects: list[Effect] = [*messages]
         for strike in strikes:
             effects += self._strike(strike)
-        if self._deferred and not self._scheduler.running:
-            effects += [self._answer(call, None, None, now) for call in self._deferred]
-            self._deferred.clear()
-        return self._checked(effects)
+        return self._settled(effects, now)
 
     def shutdown(self, now: float) -> list[Effect]:
         """End all requests with finish reason "abort": the engine leaves in good order."""
-        return self._checked([*self._scheduler.abort_all(now)])
+        return self._settled([*self._scheduler.abort_all(now)], now)
 
     @property
     def is_idle(self) -> bool:
@@ -179,8 +176,14 @@ class EngineCore:
         }  # fmt: skip
         return [Breakdown(kinds[strike], f"a reply says so: {strike}")]
 
-    def _checked(self, effects: list[Effect]) -> list[Effect]:
-        """Cut the effects off at a message for which there is no output socket (class Y)."""
+    def _settled(self, effects: list[Effect], now: float) -> list[Effect]:
+        """Add the answers that waited until nothing runs.
+
+        The effects end at a message for which there is no output socket (class Y).
+        """
+        if self._deferred and not self._scheduler.running:
+            effects += [self._answer(call, None, None, now) for call in self._deferred]
+            self._deferred.clear()
         for index, effect in enumerate(effects):
             if isinstance(effect, Message) and not 0 <= effect.client < self.clients:
                 error = OutputThreadError(f"IndexError: no output socket {effect.client}")

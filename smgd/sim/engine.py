@@ -11,6 +11,7 @@ end: the sockets reconnect by themselves and queue what cannot be sent.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 from collections.abc import Sequence
@@ -99,12 +100,12 @@ class Engine:
         Raises `WorkerError` for an address of no use, `MainLoopError` if the handshake fails.
         """
         with ZmqContext() as context, self._scope:
-            with context.socket("dealer", identity=self._identity) as handshake:
-                self._connect(context, await self._greet(handshake))
-                await trio.sleep(self._life.startup)
-                self._register(handshake)
-                await trio.sleep(_FLUSH)  # vLLM closes this socket, too
+            handshake = context.socket("dealer", identity=self._identity)
+            self._connect(context, await self._greet(handshake))
+            await trio.sleep(self._life.startup)
+            self._register(handshake)
             async with trio.open_nursery() as tasks:
+                tasks.start_soon(_close_later, handshake)  # vLLM closes it, too
                 for socket in self._inputs:
                     tasks.start_soon(self._read, socket)
                 tasks.start_soon(self._step)
@@ -157,17 +158,25 @@ class Engine:
             log.info("sim %s reads no more", self._name)
 
     async def _step(self) -> None:
+        has_rested = True
         while not self._ending.is_set():
-            self._wake = trio.Event()
+            now = trio.current_time()
             due = self._core.next_step_at()
-            if due is None:
-                await self._wake.wait()
-            elif due > trio.current_time():
-                with trio.move_on_at(due):
-                    await self._wake.wait()
+            if due is None or due > now:
+                await self._rest(due)
+                has_rested = True
+                continue
+            if has_rested:
+                self._perform(self._core.step(now))
             else:
-                self._perform(self._core.step(trio.current_time()))
                 await trio.lowlevel.checkpoint()
+            has_rested = not has_rested
+
+    async def _rest(self, until: float | None) -> None:
+        """Wait for a message, or until a time."""
+        self._wake = trio.Event()
+        with trio.move_on_at(math.inf if until is None else until):
+            await self._wake.wait()
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -200,6 +209,11 @@ class Engine:
             await trio.sleep(self._life.exit_delay)
 
 
+async def _close_later(socket: ZmqSocket) -> None:
+    await trio.sleep(_FLUSH)
+    socket.close()
+
+
 def _close(sockets: list[ZmqSocket]) -> None:
     for socket in sockets:
         socket.close()
@@ -212,15 +226,14 @@ async def run(engines: Sequence[Engine]) -> int:
     SIGTERM and SIGINT make them leave; so does the end of any of them, as in vLLM, where the parent
     stops the other ranks.
     """
-    status = EXIT_OK
+    statuses: list[int] = []
 
     async def live(engine: Engine) -> None:
-        nonlocal status
         try:
-            status = max(status, await engine.run())
+            statuses.append(await engine.run())
         except SmgdError as error:
             log.error("sim failed: %s", error)  # noqa: TRY400 - the text says it all
-            status = EXIT_FAILED
+            statuses.append(EXIT_FAILED)
         for other in engines:
             other.leave()
 
@@ -230,7 +243,7 @@ async def run(engines: Sequence[Engine]) -> int:
             for engine in engines:
                 lives.start_soon(live, engine)
         nursery.cancel_scope.cancel()
-    return status
+    return max(statuses)
 
 
 async def _watch_signals(

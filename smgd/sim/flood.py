@@ -6,12 +6,14 @@ walk over the requests and one join. First and last outputs are encoded as anywh
 
 Tokens are the prose, over and over, from a different place for each request; every request ends
 with "length" at its `max_tokens`. Nothing is checked, logged or waited for, and there is no prefix
-cache.
+cache. `--control` lets a benchmark read the counters, and set the pace, without a message.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
+from pathlib import Path
 
 import msgspec
 
@@ -73,13 +75,63 @@ class _Stream:
         self.is_new = True
 
 
+class Control:
+    """A file of native 64-bit numbers in memory, one for each of `FIELDS`; made if it is missing.
+
+    The benchmark writes `interval_ns`, nanoseconds between two steps; the engine writes the rest.
+    """
+
+    FIELDS = ("interval_ns", "running", "adds", "aborts", "finished", "tokens", "steps")
+
+    def __init__(self, path: Path) -> None:
+        size = 8 * len(self.FIELDS)
+        with path.open("ab") as file:
+            file.truncate(size)
+        with path.open("r+b") as file:
+            self._numbers = memoryview(mmap.mmap(file.fileno(), size)).cast("Q")
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two steps."""
+        return self._numbers[0] / 1e9
+
+    @interval.setter
+    def interval(self, seconds: float) -> None:
+        self._numbers[0] = round(seconds * 1e9)
+
+    def write(self, running: int, counters: Counters) -> None:
+        """Show the counters."""
+        numbers = self._numbers
+        numbers[1] = running
+        numbers[2] = counters.adds
+        numbers[3] = counters.aborts
+        numbers[4] = counters.finished
+        numbers[5] = counters.tokens
+        numbers[6] = counters.steps
+
+    def read(self) -> dict[str, int]:
+        """Return all numbers under their names."""
+        return dict(zip(self.FIELDS, self._numbers, strict=True))
+
+
 class FloodCore:
     """Stands in for `EngineCore`, for one front-end process. Times are monotonic seconds."""
 
-    def __init__(self, layout: Layout, model: Model, interval: float, engine_index: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        model: Model,
+        interval: float,
+        engine_index: int,
+        control: Control | None = None,
+    ) -> None:
         self._layout = layout
         self._engine_index = engine_index
+        self._control = control
+        self._interval = interval
         self._cadence = Cadence(interval)
+        if control is not None:
+            control.interval = interval
         self._decoder = msgspec.msgpack.Decoder(_Add)
         self._streams: dict[str, _Stream] = {}
         self._stats: dict[int, bytes] = {}
@@ -100,6 +152,7 @@ class FloodCore:
         if kind == ADD:
             add = self._decoder.decode(payload)
             self.counters.adds += 1
+            self.counters.prompt_tokens += len(add.prompt_token_ids)
             place = self.counters.adds * _STRIDE % len(self._ids)
             self._streams[add.request_id] = _Stream(add, self._head, place, now)
         elif kind == ABORT:
@@ -108,7 +161,17 @@ class FloodCore:
                 self._streams.pop(request_id, None)
         elif kind == UTILITY:
             return [self._utility(payload, now)]
+        self._share()
         return []
+
+    def _share(self) -> None:
+        control = self._control
+        if control is None:
+            return
+        control.write(len(self._streams), self.counters)
+        if control.interval != self._interval:
+            self._interval = control.interval
+            self._cadence = Cadence(self._interval)
 
     def _utility(self, payload: bytes, now: float) -> Message:
         call = decode_utility(payload)
@@ -144,6 +207,7 @@ class FloodCore:
         self.counters.steps += 1
         self.counters.tokens += len(parts)
         self.counters.finished += len(ended)
+        self._share()
         effects: list[Effect] = [self._message(parts, now)]
         return effects if self._streams else [*effects, self._message([], now)]
 

@@ -18,6 +18,7 @@ from smgd.sim.wire import StructuredOutputs
 BACKENDS = frozenset({"xgrammar", "guidance", "outlines", "lm-format-enforcer"})
 
 _MAX_DEPTH = 8  # of a recursive schema
+_MAX_LENGTH = 1000  # of a string or an array, whatever the schema demands
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 _PLAIN = re.compile(r"[\w \-']+(\|[\w \-']+)*")
 _LITERAL = r'"(?:[^"\\]|\\.)*"'
@@ -65,18 +66,23 @@ def _grammar(text: str) -> str | None:
 
 def _json(value: str | dict[str, Any]) -> str:
     schema = _parsed(value)
-    return json.dumps(_instance(schema, schema, 0), ensure_ascii=False)
+    try:
+        return json.dumps(_instance(schema, schema, 0), ensure_ascii=False)
+    except (AttributeError, TypeError, ValueError, KeyError, RecursionError) as error:
+        raise NotCompiledError(f"schema: {type(error).__name__}: {error}") from error
 
 
 def _structural_tag(value: str) -> str | None:
-    rule = _parsed(value).get("format", {})
-    return _json(rule["json_schema"]) if rule.get("type") == "json_schema" else None
+    rule = _parsed(value).get("format")
+    if not isinstance(rule, dict):
+        raise NotCompiledError("structural tag: it has no format")
+    return _json(rule.get("json_schema", {})) if rule.get("type") == "json_schema" else None
 
 
 def _parsed(value: str | dict[str, Any]) -> dict[str, Any]:
     try:
         schema = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotCompiledError(f"schema: {error}") from error
     if not isinstance(schema, dict):
         raise NotCompiledError("schema: not a JSON object")
@@ -111,9 +117,10 @@ def _typed_instance(schema: dict[str, Any], root: dict[str, Any], depth: int) ->
         return {name: _instance(properties.get(name, {}), root, depth + 1) for name in wanted}
     if kind == "array":
         count = schema.get("minItems", 1 if depth < _MAX_DEPTH else 0)
-        return [_instance(schema.get("items", {}), root, depth + 1) for _ in range(count)]
+        item = _instance(schema.get("items", {}), root, depth + 1)
+        return [item] * min(count, _MAX_LENGTH)
     if kind == "string":
-        text = "simulated".ljust(schema.get("minLength", 0), "!")
+        text = "simulated".ljust(min(schema.get("minLength", 0), _MAX_LENGTH), "!")
         return text[: schema.get("maxLength", len(text))]
     low = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
     return {"integer": int(low), "number": float(low), "boolean": True, "null": None}[kind]

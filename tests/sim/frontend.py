@@ -28,11 +28,16 @@ class FrontEnd(AbstractContextManager["FrontEnd"]):
     def __init__(self, directory: Path, clients: int = 1) -> None:
         self._context = ZmqContext()
         self._calls = itertools.count(1)
-        self.handshake = self._context.socket("router")
-        self.address = self.handshake.bind("tcp://127.0.0.1:*")
+        self.address = "tcp://127.0.0.1:*"
+        self.bind_handshake()
         self.input_addresses = [f"ipc://{directory}/in-{i}.sock" for i in range(clients)]
         self.output_addresses = [f"ipc://{directory}/out-{i}.sock" for i in range(clients)]
         self.bind()
+
+    def bind_handshake(self) -> None:
+        """Listen for engines, always at the same address."""
+        self.handshake = self._context.socket("router")
+        self.address = self.handshake.bind(self.address)
 
     def bind(self) -> None:
         """Bind the data sockets, anew after `close_data`."""
