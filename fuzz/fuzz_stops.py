@@ -1,27 +1,17 @@
 """Invariant: however a text is cut, the stop found, and the text shown, are those of the whole.
 
 An input is a set of stop strings and a text, separated by newlines and a blank line, then cut at
-places that its own bytes choose. Run under atheris (`python fuzz/fuzz_stops.py [CORPUS]`) where it
-is installed, otherwise once over the files or directories given, and over the built-in seeds.
+places that its own bytes choose.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from pathlib import Path
+
+from runner import run
 
 from smgd.text.stops import StopMatcher
-
-SEEDS = (
-    b"lo w\n\nhello world",
-    b"abcde\nbc\n\nabcde abcd",
-    b"aab\naaab\n\naaaaaaaaaaab",
-    b"</tag>\n<\n\na <b> </ta </tag> c",
-    "é日\n日\n\nné日本".encode(),
-    b"\n\nno stops",
-)
 
 
 def expected(strings: Sequence[str], text: str) -> tuple[int, str | None]:
@@ -57,31 +47,5 @@ def check(data: bytes) -> None:
             assert (shown + matcher.finish(), matcher.matched) == (want, string), (data, sizes)
 
 
-def corpus(paths: Sequence[str]) -> Iterator[bytes]:
-    """Yield the seeds and every file under the given paths."""
-    yield from SEEDS
-    for path in map(Path, paths):
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                yield file.read_bytes()
-
-
-def main() -> None:
-    """Fuzz, or check the corpus once."""
-    try:
-        import atheris
-    except ImportError:
-        inputs = list(corpus(sys.argv[1:]))
-        for data in inputs:
-            check(data)
-        print(f"checked {len(inputs)} inputs")
-        return
-    for data in SEEDS:
-        check(data)
-    atheris.instrument_all()
-    atheris.Setup(sys.argv, check)
-    atheris.Fuzz()
-
-
 if __name__ == "__main__":
-    main()
+    run("stops", check)

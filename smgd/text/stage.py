@@ -42,12 +42,26 @@ class TextStage:
         self, tokenizer: Tokenizer, text: str, add_special_tokens: bool = False
     ) -> list[int]:
         """Return the ids of a text. On cancellation a thread's work is abandoned, not awaited."""
-        size = len(text) if text.isascii() else 2 * len(text)
-        if size > self.threshold_chars:
-            return await self._run(lambda: tokenizer.encode(text, add_special_tokens))
+        cache = tokenizer.segments
+        if cache is None or add_special_tokens:
+            return await self._at_best(
+                _weight(text), lambda: tokenizer.encode(text, add_special_tokens)
+            )
+        parts = cache.look_up(text)
+        new = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
+        if not new:
+            await trio.lowlevel.checkpoint()
+            return cache.assemble(parts, {})
+        ids = await self._at_best(sum(map(_weight, new)), lambda: tokenizer.encode_all(new))
+        return cache.assemble(parts, dict(zip(new, ids, strict=True)))
+
+    async def _at_best(self, weight: int, fn: Callable[[], T]) -> T:
+        """Run a function on the loop if its text is short, else in a thread."""
+        if weight > self.threshold_chars:
+            return await self._run(fn)
         # A burst of requests gives way to running streams between one prompt and the next.
         await trio.lowlevel.checkpoint()
-        return tokenizer.encode(text, add_special_tokens)
+        return fn()
 
     async def decode(
         self, tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool
@@ -67,3 +81,8 @@ class TextStage:
 
     async def _run(self, fn: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(fn, abandon_on_cancel=True, limiter=self.limiter)
+
+
+def _weight(text: str) -> int:
+    # Other scripts than ASCII's have more tokens per character.
+    return len(text) if text.isascii() else 2 * len(text)

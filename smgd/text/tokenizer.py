@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 
 from smgd.errors import ModelError
 from smgd.text.hub import read_json
+from smgd.text.segments import SegmentCache, splitter
 from smgd.text.vocab import Vocabulary
 
 # What slow tokenizers keep their vocabulary in.
@@ -29,7 +30,8 @@ class Tokenizer:
 
     `special_tokens` are the named ones (bos_token, eos_token, ...) as chat templates want them;
     `special_ids` are all that `skip_special_tokens` hides. `vocab_size` counts tokens;
-    `eos_token_id` is None if no token is named so.
+    `eos_token_id` is None if no token is named so. `segments` remembers the ids of pieces of
+    prompts, where this tokenizer allows it; it belongs to the event loop's thread alone.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
@@ -39,6 +41,8 @@ class Tokenizer:
         self.vocab_size: int = self.vocabulary.size
         self.special_ids = frozenset(self.vocabulary.special)
         self.eos_token_id = self.id_of(special_tokens.get("eos_token", ""))
+        pattern = splitter(backend)
+        self.segments = None if pattern is None else SegmentCache(pattern)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -67,6 +71,11 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts, without special tokens. Releases the GIL as well."""
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids; ids that no token has are skipped."""

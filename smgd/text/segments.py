@@ -1,0 +1,132 @@
+"""Token ids of a prompt's segments, remembered: later turns of a chat cost only what is new.
+
+A tokenizer cuts a text at its added tokens before it does anything else, and works on each piece
+between them alone. So where a chat template puts such tokens between messages, the ids of a message
+do not depend on its neighbours and can be kept. That is a property of most tokenizers, not of all:
+`splitter` proves it for the one at hand from its own description, and compares on a sample; where
+either fails there is no cache.
+
+Two things break it. Metaspace with `prepend_scheme: first` treats the start of the whole text
+apart. And an added token that takes part in the same search but is not one we cut at (since it
+swallows spaces beside it, say) may overlap with one that is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+# Bytes of keys and ids together. A conversation of 8,000 tokens takes about 64 KiB.
+CACHE_BYTES = 32 * 1024 * 1024
+# A single piece that would take more than this share of the cache is not kept.
+LARGEST_SHARE = 8
+
+_SAMPLE = ("user\nHello,  world!\n", " ", "\n", "x", "  indented\tline ", "Zürich 12,345 漢字🙂")
+
+
+def splitter(backend: Tokenizer) -> re.Pattern[str] | None:
+    """Return a pattern for the tokens at which texts may be cut, or None if none is proven."""
+    added = list(backend.get_added_tokens_decoder().values())
+    cuts = {token.content for token in added if _is_plain(token)}
+    others = [token.content for token in added if not token.normalized and not _is_plain(token)]
+    if not cuts or _looks_at_start(json.loads(backend.to_str()).get("pre_tokenizer")):
+        return None
+    if any(_overlap(cut, other) for cut in cuts for other in others):
+        return None
+    # The search in the backend prefers the longest of the tokens that begin at a place.
+    longest_first = sorted(cuts, key=len, reverse=True)
+    pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+    return pattern if _agrees(backend, pattern, longest_first) else None
+
+
+def _is_plain(token: AddedToken) -> bool:
+    unusual = token.normalized or token.lstrip or token.rstrip or token.single_word
+    return bool(token.content) and not unusual
+
+
+def _looks_at_start(pre_tokenizer: Any) -> bool:
+    if not isinstance(pre_tokenizer, dict):
+        return False
+    if pre_tokenizer.get("type") == "Metaspace":
+        return pre_tokenizer.get("prepend_scheme") == "first"
+    return any(map(_looks_at_start, pre_tokenizer.get("pretokenizers", ())))
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Tell whether two tokens can claim the same characters."""
+    if one in other or other in one:
+        return True
+    return any(
+        a.endswith(b[:length])
+        for a, b in ((one, other), (other, one))
+        for length in range(1, min(len(a), len(b)))
+    )
+
+
+def _agrees(backend: Tokenizer, pattern: re.Pattern[str], cuts: list[str]) -> bool:
+    """Compare piecewise encoding with that of the whole, around every token we cut at."""
+    for cut in cuts[:64]:
+        for text in (cut.join(_SAMPLE), f"{cut}{cut} {cut}\n{cut}", f"a{cut}", f"{cut} a"):
+            whole = backend.encode(text, add_special_tokens=False).ids
+            pieces = [
+                backend.encode(p, add_special_tokens=False).ids for p in cut_at(pattern, text)
+            ]
+            if whole != [token for piece in pieces for token in piece]:
+                return False
+    return True
+
+
+def cut_at(pattern: re.Pattern[str], text: str) -> list[str]:
+    """Cut a text into pieces that are encoded alone: those tokens, and what is between them."""
+    return [piece for piece in pattern.split(text) if piece]
+
+
+class SegmentCache:
+    """The ids of pieces, least recently used first out; bounded in bytes."""
+
+    def __init__(self, pattern: re.Pattern[str], limit: int = CACHE_BYTES) -> None:
+        self._pattern = pattern
+        self._limit = limit
+        self._ids: OrderedDict[str, list[int]] = OrderedDict()
+        self.size = 0
+
+    def look_up(self, text: str) -> list[str | list[int]]:
+        """Return a text's pieces in order, each as its ids if they are known."""
+        known = self._ids
+        parts: list[str | list[int]] = []
+        for piece in cut_at(self._pattern, text):
+            ids = known.get(piece)
+            if ids is None:
+                parts.append(piece)
+            else:
+                known.move_to_end(piece)
+                parts.append(ids)
+        return parts
+
+    def assemble(self, parts: Iterable[str | list[int]], new: dict[str, list[int]]) -> list[int]:
+        """Return the ids of looked-up pieces, given those of the `new` ones, and remember these."""
+        ids: list[int] = []
+        for part in parts:
+            ids += new[part] if isinstance(part, str) else part
+        for piece, piece_ids in new.items():
+            self._remember(piece, piece_ids)
+        return ids
+
+    def _remember(self, piece: str, ids: list[int]) -> None:
+        size = _size(piece, ids)
+        if piece in self._ids or size > self._limit // LARGEST_SHARE:
+            return
+        self._ids[piece] = ids
+        self.size += size
+        while self.size > self._limit:
+            self.size -= _size(*self._ids.popitem(last=False))
+
+
+def _size(piece: str, ids: list[int]) -> int:
+    # Bytes of the entry itself, of the text, and of the ids (8 a reference, 28 an int).
+    return 200 + len(piece) * (1 if piece.isascii() else 4) + 36 * len(ids)
