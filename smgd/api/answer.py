@@ -53,7 +53,8 @@ class Choice:
     """One choice of an answer: its pipeline, and what was made of it so far."""
 
     __slots__ = (
-        "cached", "finish", "index", "logprobs", "parts", "pipeline", "prefix", "rows", "started",
+        "after", "before", "cached", "finish", "index", "logprobs", "parts", "pipeline", "prefix",
+        "rows", "started",
     )  # fmt: skip
 
     def __init__(self, index: int, pipeline: TextPipeline, logprobs: Logprobs | None) -> None:
@@ -61,6 +62,8 @@ class Choice:
         self.pipeline = pipeline
         self.logprobs = logprobs
         self.prefix = b""
+        # Around the text of an everyday frame; empty where frames have more that differs.
+        self.before = self.after = b""
         self.parts: list[str] = []
         self.rows: list[TokenLogprobs] = []
         self.started = False
@@ -163,9 +166,17 @@ class StreamedAnswer(Answer):
         self._opening = b'data: %b,"choices":[' % head
         for choice in self._choices:
             choice.prefix = b'%b{"index":%d,' % (self._opening, choice.index)
+            if choice.pipeline.plain and not self._usage_always:
+                before, after = format_.text
+                choice.before = choice.prefix + before
+                choice.after = after + b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def feed(self, sequence: Sequence) -> bytes:
         """Take a sequence's news; return its frames."""
+        choice = self._choices[sequence.index]
+        if choice.after and choice.started and sequence.finish is None:
+            text = choice.pipeline.feed_text(sequence.take_ids())
+            return choice.before + _json(text) + choice.after if text else b""
         choice, text, rows = self._take(sequence)
         frames = b"" if choice.started else self._open_choice(choice)
         if text or (rows and choice.finish is None):
