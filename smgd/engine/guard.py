@@ -185,15 +185,15 @@ def _depth(value: Any, limit: int) -> int:
     """Return how deep containers nest, level by level and not beyond `limit` + 1."""
     depth, level = 0, [value]
     while depth <= limit:
-        level = [
-            item
-            for parent in level
-            if isinstance(parent, dict | list | tuple)
-            for item in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-        if not level:
+        containers = [item for item in level if isinstance(item, dict | list | tuple)]
+        if not containers:
             break
         depth += 1
+        level = [
+            item
+            for container in containers
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
     return depth
 
 

@@ -44,6 +44,12 @@ class Rank:
         return self.said_ready and self.info is not None
 
     @property
+    def seen(self) -> str:
+        """What of the handshake has come, for people; empty if nothing has."""
+        came = {"HELLO": self.greeted, "READY": self.said_ready, "registration": bool(self.info)}
+        return " and ".join(word for word, has_come in came.items() if has_come)
+
+    @property
     def awaited(self) -> str:
         """What the handshake waits for, for people; empty if it is complete."""
         if not (self.greeted or self.said_ready or self.info):

@@ -8,7 +8,7 @@ take over the identity of its successor; and a restarted engine finds its listen
     └─ sockets nursery       for the life of the sockets
         ├─ handshake         HELLO, READY
         ├─ registrations     the input socket's reader
-        ├─ outputs           drain, deliver, flush, move the silence deadline once
+        ├─ outputs           drain, deliver, flush, note the time once
         ├─ monitors          of both data sockets
         ├─ sender            what the input socket would not take at once, under the send deadline
         └─ (itself)          until ready, reporting; then until lost, under the silence deadline
@@ -19,7 +19,6 @@ send first; so order is kept, and no task has to wake for a request.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -45,6 +44,11 @@ from smgd.engine.session import Session
 from smgd.engine.transport import MessageSocket, PeerGoneError, TransportError, WorkerSockets
 from smgd.errors import EngineLostError, WorkerError
 from smgd.wire import vllm as wire
+
+# libzmq lets go of an address only a moment after its socket was closed, so that a worker which
+# follows another on the same path may have to try more than once.
+_BIND_RETRIES = 5
+_BIND_PAUSE = 0.1  # seconds
 
 
 class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,11 +99,12 @@ class EngineLink:
         self._on_lost = on_lost
         self._log = structlog.get_logger("smgd.engine").bind(worker=addresses.url)
         self._ready = trio.Event()
-        # Cancelled when the session is lost; its deadline is that of silence.
-        self._serving: trio.CancelScope | None = None
+        self._serving = trio.CancelScope()  # around a session that is ready
+        self._heard_at = 0.0  # when an engine last spoke, or was given something to speak about
         self._input: MessageSocket | None = None
         self._outbox: deque[list[bytes]] = deque()
         self._outbox_filled = trio.lowlevel.ParkingLot()
+        self._sending = trio.CancelScope()  # the sender's, around the first of the outbox
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve engines until cancelled; started once the sockets are bound. Raises `WorkerError`.
@@ -112,7 +117,7 @@ class EngineLink:
             f"(handshake={handshake}, engines={self._engines})"
         )
         with paths.claimed(self._addresses):
-            sockets = self._bind(self._addresses)
+            sockets = await self._bind_first()
             task_status.started()
             while True:
                 await self._serve_until_socket_fails(sockets)
@@ -129,13 +134,11 @@ class EngineLink:
             self._handle(self.session.reset(str(error)))
             raise EngineLostError(self._addresses.url, str(error)) from error
         if self.session.in_flight == 1:
-            self._move_silence()
+            self._heard_at = trio.current_time()
 
     def abort_nowait(self, request_id: str) -> None:
         """Forget a request and tell the engine. Does nothing for one that is not in flight."""
         self._handle(self.session.abort(request_id))
-        if not self.session.in_flight:
-            self._move_silence()
 
     # --------------------------------------------------------------------- life of the sockets
 
@@ -162,6 +165,14 @@ class EngineLink:
             self._input = None
             sockets.close(self._settings.linger)
 
+    async def _bind_first(self) -> WorkerSockets:
+        for _ in range(_BIND_RETRIES):
+            try:
+                return self._bind(self._addresses)
+            except WorkerError:
+                await trio.sleep(_BIND_PAUSE)
+        return self._bind(self._addresses)
+
     async def _bind_again(self) -> WorkerSockets:
         while True:
             await trio.sleep(self._settings.rebind_interval)
@@ -184,23 +195,19 @@ class EngineLink:
             )
 
     async def _until_lost(self) -> None:
-        with trio.CancelScope(deadline=self._silence_deadline()) as scope:
-            self._serving = scope
-            await trio.sleep_forever()
-        if self._serving is scope:  # the loss of a session would have taken it away
-            self._serving = None
+        with trio.CancelScope() as self._serving:
+            left = self._settings.silence_timeout
+            while left > 0:  # looked at when the time is up, so that an output moves no timer
+                await trio.sleep(left)
+                left = self._silence_left()
+        if not self._serving.cancel_called:
             seconds = self._settings.silence_timeout
             reason = f"no output for {seconds:g}s with requests in flight"
             self._handle(self.session.suspend(reason))
 
-    def _silence_deadline(self) -> float:
-        if not self.session.in_flight:
-            return math.inf
-        return trio.current_time() + self._settings.silence_timeout
-
-    def _move_silence(self) -> None:
-        if self._serving is not None:
-            self._serving.deadline = self._silence_deadline()
+    def _silence_left(self) -> float:
+        passed = trio.current_time() - self._heard_at if self.session.in_flight else 0.0
+        return self._settings.silence_timeout - passed
 
     # ----------------------------------------------------------------------- what comes in
 
@@ -226,7 +233,7 @@ class EngineLink:
                     self._handle(events)
             if events := session.flush():
                 self._handle(events)
-            self._move_silence()
+            self._heard_at = trio.current_time()
 
     async def _watch(self, name: str, socket: MessageSocket) -> None:
         connections = Connections(self._engines)
@@ -239,6 +246,8 @@ class EngineLink:
 
     def _answer_hello(self, handshake: MessageSocket, init: SendInit) -> None:
         # What waits for this identity was meant for the engine's former life.
+        if self._outbox and self._outbox[0][0] == init.identity:
+            self._sending.cancel()
         self._outbox = deque(message for message in self._outbox if message[0] != init.identity)
         try:
             handshake.send_nowait([init.identity, init.payload])
@@ -263,12 +272,14 @@ class EngineLink:
         while True:
             while self._outbox:
                 message = self._outbox[0]
-                with trio.move_on_after(self._settings.send_timeout) as deadline:
+                with trio.move_on_after(self._settings.send_timeout) as self._sending:
                     await self._send_queued(input_, message)
-                if deadline.cancelled_caught:
+                if not self._outbox or self._outbox[0] is not message:
+                    continue  # a HELLO has withdrawn it
+                if self._sending.cancelled_caught:
                     seconds = self._settings.send_timeout
                     self._handle(self.session.suspend(f"a send was blocked for {seconds:g}s"))
-                elif self._outbox and self._outbox[0] is message:
+                else:
                     self._outbox.popleft()
             await self._outbox_filled.park()
 
@@ -314,7 +325,5 @@ class EngineLink:
     def _was_lost(self, reason: str, failed: int) -> None:
         self._log.warning("engine session ended", reason=reason, requests_failed=failed)
         self._ready = trio.Event()
-        if self._serving is not None:
-            self._serving.cancel()
-            self._serving = None
+        self._serving.cancel()
         self._on_lost(reason)

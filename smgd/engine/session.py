@@ -5,7 +5,11 @@ The session is one for all ranks, since they share sockets and vLLM stops all of
     waiting --all engines ready--> ready
     ready --`reset`: connection gone, sentinel, a new HELLO--> waiting
     ready --`suspend`: no sign of life, or garbage--> suspended
+    ready --a request was aborted, and not by us--> suspended      (engines that stop do that)
     suspended --a readable output--> ready       (a slow engine has come back; it says no HELLO)
+
+An engine that seemed to stop is believed only if it answers the heartbeat: its last messages are
+readable as well.
 
 Requests are kept by id from `submit` until exactly one of these: the engine's finish, `abort`, the
 loss of the session, a receiver that broke. Whatever leaves before the engine has finished it is
@@ -41,6 +45,8 @@ MAX_UNDECODABLE = 3
 MAX_FOREIGN = 4096
 # The call id of heartbeats. Any answer to it is a sign of life, so it need not be told from others.
 HEARTBEAT_CALL = 1
+
+_LEAVING = "it has aborted a request, as engines do that stop"
 
 
 class _Call:
@@ -78,6 +84,7 @@ class Session:
         self._ranks = [Rank(index) for index in range(engines)]
         self._unready: str | None = "no engine has dialled in yet"  # why, or None: it is ready
         self._suspended = False
+        self._leaving = False  # why it is suspended
         self._calls: dict[str, _Call] = {}
         self._touched: list[_Call] = []
         self._undecodable = 0
@@ -116,10 +123,20 @@ class Session:
         return [rank.load for rank in self._ranks]
 
     @property
+    def unready(self) -> str | None:
+        """Why requests may not be submitted, or None if they may."""
+        return self._unready
+
+    @property
+    def seen(self) -> list[str]:
+        """What of the handshakes has come, for people: one text for each engine that was heard."""
+        return [f"{r.seen} of engine {r.index}" for r in self._ranks if r.seen]
+
+    @property
     def awaited(self) -> str:
         """What it waits for to become ready, for people."""
         if self._suspended:
-            return "any output"
+            return "an answer to the heartbeat" if self._leaving else "any output"
         missing = [f"{r.awaited} of engine {r.index}" for r in self._ranks if not r.ready]
         return ", ".join(missing) or "HELLO of an engine that was started anew"
 
@@ -162,7 +179,7 @@ class Session:
 
     def _now_ready(self) -> SessionReady:
         self._unready = None
-        self._suspended = False
+        self._suspended = self._leaving = False
         self._undecodable = 0
         return SessionReady()
 
@@ -174,13 +191,11 @@ class Session:
         Raises `EngineLostError` if the session is not ready, and `LocalProtocolError` for an id
         that is in flight already (which would kill the engine) or that cannot be encoded.
         """
-        if self._unready is not None:
-            raise EngineLostError(self._worker, self._unready)
+        rank = self._choose()
+        if self._unready is not None or rank.info is None:
+            raise EngineLostError(self._worker, self._unready or "it has not registered")
         if request.id in self._calls:
             raise LocalProtocolError(f"request id {request.id} is in flight already")
-        rank = self._choose()
-        if rank.info is None:
-            raise LocalProtocolError(f"engine {rank.index} is ready without a registration")
         sends = [Send(rank.identity, self._dialect.encode_add(request, rank.info))]
         if rank.lockstep:
             sends += self._wake_others(rank)
@@ -233,9 +248,10 @@ class Session:
             return self.reset("the engine said that it is dead (ENGINE_CORE_DEAD)")
         events: list[SessionEvent] = []
         self._undecodable = 0
-        if self._suspended:
+        if self._suspended and (batch.reply is not None or not self._leaving):
             events.append(self._now_ready())
         self._note(batch)
+        leaving = False
         calls, touched = self._calls, self._touched
         for request_id, delta in batch.deltas:
             call = calls.get(request_id)
@@ -245,7 +261,8 @@ class Session:
             if delta.finish is not None:
                 self._leave(call)
                 if delta.finish == "abort":
-                    events += self._fail(call, self._aborted_by_engine())
+                    leaving = True
+                    events += self._fail(call, EngineLostError(self._worker, _LEAVING))
                     continue
             try:
                 call.receiver.deliver(delta)
@@ -255,6 +272,8 @@ class Session:
             if not call.touched:
                 call.touched = True
                 touched.append(call)
+        if leaving:
+            events += self.suspend(_LEAVING, leaving=True)
         return events
 
     def flush(self) -> Sequence[SessionEvent]:
@@ -314,9 +333,6 @@ class Session:
             return [ReceiverBroke(call.id, second)]
         return []
 
-    def _aborted_by_engine(self) -> EngineLostError:
-        return EngineLostError(self._worker, "it has aborted the request, as engines do that stop")
-
     # -------------------------------------------------------------------------------- loss
 
     def reset(self, reason: str) -> list[SessionEvent]:
@@ -326,15 +342,16 @@ class Session:
             self._ranks[0].forget()
         return events
 
-    def suspend(self, reason: str) -> list[SessionEvent]:
+    def suspend(self, reason: str, leaving: bool = False) -> list[SessionEvent]:
         """The engine is there but cannot be used: fail what runs, and wait for a sign of life.
 
-        A heartbeat is sent along with the ABORTs, so that an engine which was only slow says so.
+        A heartbeat is sent along with the ABORTs, so that an engine which was only slow says so;
+        from one that seemed to be `leaving`, only the answer to it counts.
         """
         if not self.ready:
             return []
         events = self._lose(reason)
-        self._suspended = True
+        self._suspended, self._leaving = True, leaving
         frames = self._dialect.heartbeat(HEARTBEAT_CALL)
         if frames is not None:
             events += [Send(rank.identity, frames) for rank in self._ranks]
@@ -343,10 +360,12 @@ class Session:
     def _lose(self, reason: str) -> list[SessionEvent]:
         if not self.ready:
             if self._suspended:
-                self._suspended, self._unready = False, reason
+                self._unready = reason
+            self._suspended = self._leaving = False
             return []
         self._unready = reason
         events: list[SessionEvent] = [SessionLost(reason, self.in_flight)]
+        events += self.flush()  # what came before the loss is not lost
         for rank in self._ranks:
             if rank.in_flight:
                 frames = self._dialect.encode_abort(sorted(rank.in_flight))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
@@ -108,7 +109,7 @@ class ZmqSocket:
         self._raw = raw
         self._on_close = on_close
         self._fd = int(raw.get(zmq.FD))  # asking costs more than a receive
-        self._waiting: trio.CancelScope | None = None  # the reader's, while it waits
+        self._reader_waits = False
         self._limit_hit = False
         self._monitor: ZmqMonitor | None = None
 
@@ -220,24 +221,30 @@ class ZmqSocket:
         if self._monitor is not None:
             self._raw.disable_monitor()
             self._monitor.close()
-        if self._waiting is not None:
+        if self._reader_waits:
             trio.lowlevel.notify_closing(self._fd)
-            self._waiting = None
         self._raw.close(linger=round(linger * 1000))
         self._on_close(self)
 
     async def _wait_readable(self) -> None:
-        if self._waiting is not None:
+        if self._reader_waits:
             raise trio.BusyResourceError("another task is already reading from this socket")
-        with trio.CancelScope() as self._waiting:
-            try:
+        self._reader_waits = True
+        try:
+            # A wake by `_wake_reader` looks like a close; a real one shows when we read again.
+            with suppress(trio.ClosedResourceError):
                 await trio.lowlevel.wait_readable(self._fd)
-            finally:
-                self._waiting = None
+        finally:
+            self._reader_waits = False
 
     def _wake_reader(self) -> None:
-        if self._waiting is not None and int(self._raw.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._waiting.cancel()
+        # To wake the waiter this way costs nothing until it is done; a cancel scope around every
+        # wait costs more than the receive that follows.
+        if self._reader_waits and not self._raw.closed and self._has_messages():
+            trio.lowlevel.notify_closing(self._fd)
+
+    def _has_messages(self) -> bool:
+        return bool(int(self._raw.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class ZmqMonitor:

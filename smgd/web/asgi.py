@@ -43,6 +43,8 @@ async def run_asgi(
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
             await exchange.start(message["status"], list(message.get("headers", ())))
+        elif message["type"] != "http.response.body":
+            raise RuntimeError(f"unexpected ASGI message {message['type']}")
         elif message.get("more_body", False):
             await exchange.write(message.get("body", b""))
         else:
@@ -51,10 +53,10 @@ async def run_asgi(
     async def handler(_: Exchange) -> None:
         try:
             await app(_scope(request, peers), receive, send)
-        except* ApiError as errors:  # the body could not be read
+        except* ApiError:  # from `read_more`
             if not exchange.started:
-                text = "; ".join(map(str, errors.exceptions)).encode()
-                await exchange.respond(400, [(b"content-type", b"text/plain")], text)
+                headers = [(b"content-type", b"text/plain")]
+                await exchange.respond(400, headers, b"Malformed request body\n")
 
     await answer(exchange, handler)
 

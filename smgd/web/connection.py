@@ -10,6 +10,7 @@ There is no timer per request: `expires_at` is an attribute that a sweeper looks
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,14 +21,14 @@ import trio
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.utils import parse_socket_addr
 
 from smgd.web.hangups import HangupWatch
 from smgd.web.hyper import Peers, Protocols
 from smgd.web.settings import ServerSettings
-from smgd.web.streams import DeadlineStream, close_politely
+from smgd.web.streams import RECEIVE_STEP, DeadlineStream, close_politely
 
 log = structlog.get_logger("smgd.web")
 
@@ -82,7 +83,7 @@ class Connection(TCPServer):
         self._scope = trio.CancelScope()
         self._half_closed = False
         self._in_head = False
-        self._discarding = False
+        self._ending = False
         self._idle_again = trio.Event()
 
     async def run(self) -> None:
@@ -154,13 +155,17 @@ class Connection(TCPServer):
             if not data:
                 await self._finish_answering()
                 break
-            if self._discarding:
+            if self._ending:
                 continue
-            if not self.busy and not self._in_head:
-                self._in_head = True
-                self.expires_at = trio.current_time() + self._shared.settings.header_timeout
+            self._expect_head()
             await self.protocol.handle(RawData(data))
         await self.protocol.handle(Closed())
+
+    def _expect_head(self) -> None:
+        """Limit how long a request's head takes, from its first byte."""
+        if not self.busy and not self._in_head and self.protocol.protocol.idle_is_silent:
+            self._in_head = True
+            self.expires_at = trio.current_time() + self._shared.settings.header_timeout
 
     async def _finish_answering(self) -> None:
         """After the client's end of file, let a running request come to its end, but not long."""
@@ -188,11 +193,11 @@ class Connection(TCPServer):
     async def receive(self) -> bytes:
         """Wait for bytes; none when the client sends no more or is gone."""
         try:
-            return bytes(await self.stream.receive_some(MAX_RECV))
+            return bytes(await self.stream.receive_some(RECEIVE_STEP))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return b""
 
-    async def send_all(self, data: bytes) -> None:
+    async def send_all(self, data: memoryview) -> None:
         """Send bytes within the write deadline. Raises `trio.BrokenResourceError`."""
         await self.stream.send_all(data)
 
@@ -221,18 +226,29 @@ class Connection(TCPServer):
         Closing a socket that has unread input resets the connection, and the client may lose the
         answer to the reset. So what it still sends is read and thrown away, for a while.
         """
+        if self._ending:
+            return  # h11 says so twice when there is garbage behind the last request
+        self._ending = True
         if self._tls is None:
-            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            # Busy: a response is being sent to a client that broke the protocol meanwhile.
+            with suppress(
+                trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError
+            ):
                 await self._lowest.send_eof()
         self.busy = False
         self._idle_again.set()
-        if self.protocol.protocol.unread:
-            self._discarding = True
+        if self.protocol.protocol.unread or self._input_waits():
             self.expires_at = trio.current_time() + self._shared.settings.linger_timeout
             await self.protocol.handle(Closed())
         else:
             await self.protocol.handle(Closed())
             self.expire("complete")
+
+    def _input_waits(self) -> bool:
+        try:
+            return self.raw.recv(1, socket.MSG_PEEK) != b""
+        except OSError:
+            return False
 
 
 def sweep(connections: set[Connection]) -> None:

@@ -72,8 +72,8 @@ class Exchange(Protocol):
 
     @property
     def can_write_nowait(self) -> bool:
-        """Whether `write_nowait` may be called now: between `start` and `end`, while no `write` is
-        going on and nothing is held back, on a connection that allows it at all."""
+        """Whether `write_nowait` would write now: between `start` and `end`, while no `write` is
+        going on and the socket took all so far, on a connection that allows it at all."""
         ...
 
     def write_nowait(self, data: bytes) -> bytes:
@@ -108,11 +108,21 @@ def plain_path(path: str) -> str:
 
 
 class AsgiExchange:
-    """An exchange over ASGI messages. `body_timeout` is in seconds."""
+    """An exchange over ASGI messages.
+
+    `body_timeout` is in seconds; `running` is cancelled when the client is gone.
+    """
 
     can_write_nowait = False
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, body_timeout: float) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body_timeout: float,
+        running: trio.CancelScope,
+    ) -> None:
         self.method: str = scope["method"]
         self.path = plain_path(scope["path"])
         self.query: bytes = scope["query_string"]
@@ -127,7 +137,7 @@ class AsgiExchange:
         self._head: Message | None = None
         self._body_done = trio.Event()
         self._close = False
-        self._gone = False
+        self._running = running
 
     def header(self, name: bytes) -> bytes | None:
         for key, value in self._headers:
@@ -157,9 +167,8 @@ class AsgiExchange:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self._gone = True
-                self._body_done.set()
-                await trio.sleep_forever()  # until `run_exchange` ends this
+                await self._lost()
+                raise trio.BrokenResourceError("the client left in the middle of its request")
             parts.append(message["body"])
             size += len(message["body"])
             if size > limit:
@@ -189,16 +198,29 @@ class AsgiExchange:
         if self._head is not None:
             head, self._head = self._head, None
             await self._send(head)
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except trio.BrokenResourceError:
+            await self._lost()
+
+    async def _lost(self) -> None:
+        self._running.cancel(reason="the client is gone")
+        await trio.lowlevel.checkpoint()
 
     def write_nowait(self, data: bytes) -> bytes:
         raise SinkClosed("this connection is written by the request's task only")
 
     async def watch(self) -> None:
-        """Return when the client is gone; until then throw away what it sends unasked."""
+        """Wait for the client to leave, throwing away what it sends unasked.
+
+        Hypercorn tells of the disconnect from inside the last `send` as well; that one must not be
+        cancelled, or the connection would be neither recycled nor closed.
+        """
         await self._body_done.wait()
-        while not self._gone:
-            self._gone = (await self._receive())["type"] == "http.disconnect"
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self.ended:
+            self._running.cancel(reason="the client is gone")
 
 
 async def answer(exchange: Exchange, handler: Handler) -> None:
@@ -216,20 +238,10 @@ async def answer(exchange: Exchange, handler: Handler) -> None:
 async def run_exchange(
     scope: Scope, receive: Receive, send: Send, handler: Handler, *, body_timeout: float
 ) -> None:
-    """Run a handler over ASGI, cancelled when the client disconnects before the response's end.
-
-    Hypercorn delivers the disconnect from inside the last `send` as well; that one must not be
-    cancelled, or the connection would be neither recycled nor closed.
-    """
-    exchange = AsgiExchange(scope, receive, send, body_timeout)
+    """Run a handler over ASGI, cancelled when the client leaves before the response's end."""
     async with trio.open_nursery() as nursery:
-
-        async def watch() -> None:
-            await exchange.watch()
-            if not exchange.ended:
-                nursery.cancel_scope.cancel(reason="the client disconnected")
-
-        nursery.start_soon(watch)
+        exchange = AsgiExchange(scope, receive, send, body_timeout, nursery.cancel_scope)
+        nursery.start_soon(exchange.watch)
         await answer(exchange, handler)
         nursery.cancel_scope.cancel(reason="answered")
 

@@ -68,7 +68,10 @@ class GuardedApp:
 
 def _guarded_h1(send: Send) -> Send:
     async def guarded(message: Message) -> None:
-        with trio.CancelScope(shield=_is_last(message)):
+        if not _is_last(message):
+            await send(message)
+            return
+        with trio.CancelScope(shield=True):
             await send(message)
 
     return guarded

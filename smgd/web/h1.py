@@ -47,6 +47,8 @@ class FastProtocols(Protocols):
 class H1:
     """The HTTP/1.x of one connection; used by `Connection` like one of Hypercorn's protocols."""
 
+    idle_is_silent = True
+
     def __init__(
         self, link: Link, peers: Peers, dispatcher: Dispatcher, settings: ServerSettings
     ) -> None:
@@ -118,8 +120,10 @@ class H1:
     # ----------------------------------------------------------------------------- for the exchange
 
     async def write(self, data: bytes) -> None:
-        """Send bytes: at once if the socket takes them, else under the write deadline."""
+        """Send bytes: at once if the socket takes them (and then without a checkpoint), else under
+        the write deadline."""
         link = self.link
+        rest = memoryview(data)
         if link.direct:
             try:
                 sent = link.raw.send(data)
@@ -130,9 +134,9 @@ class H1:
                 return
             if sent == len(data):
                 return
-            data = data[sent:]
+            rest = rest[sent:]
         try:
-            await link.send_all(data)
+            await link.send_all(rest)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await self.lost()
 
@@ -143,16 +147,16 @@ class H1:
 
     async def read_more(self, request: Request) -> None:
         """Wait for more of the body. Raises `ApiError` 400 if it is malformed."""
+        if self._parser.refusal is not None:
+            raise ApiError(400, "invalid_body", self._parser.refusal.reason)
         if request.expects_continue:
             request.expects_continue = False
             await self.write(CONTINUE)
         data = await self.link.receive()
         if not data:
             await self.lost()
-            await trio.sleep_forever()
+            raise trio.BrokenResourceError("the client left in the middle of its request")
         self._parser.feed(data)
-        if self._parser.refusal is not None and not request.complete:
-            raise ApiError(400, "invalid_body", self._parser.refusal.reason)
 
 
 class FastExchange:
@@ -255,6 +259,7 @@ class FastExchange:
 
     async def write(self, data: bytes) -> None:
         await self._send(self._framed(data))
+        await trio.lowlevel.checkpoint()  # a fast client must not keep all others waiting
 
     async def end(self, data: bytes = b"") -> None:
         framed = self._framed(data)

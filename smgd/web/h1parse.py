@@ -86,11 +86,6 @@ class RequestParser:
         self._size = 0
         self._unfinished = 0
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing of a next request has come."""
-        return self._request is None and not self._unfinished
-
     def feed(self, data: bytes) -> None:
         """Take bytes that came. Never raises; see `requests` and `refusal`."""
         if self.refusal is not None:

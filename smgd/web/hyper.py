@@ -3,15 +3,15 @@
 Hypercorn has no public interface below `serve`, so what is used here is its inside, by name and
 with what is relied upon; nothing is assigned into its modules.
 
-| piece | relied upon |
-|---|---|
-| `TCPServer.protocol_send` | sends `RawData` under a lock and a shield, and turns a broken stream \
-into `protocol.handle(Closed())` |
-| `H11Protocol`, `H2Protocol` | `handle(RawData \\| Closed)`, `send` gets `RawData`, `Closed`, \
-`Updated(idle)`; `connection.their_state`; `_send_h11_event`, `_handle_events`, `_check_protocol` |
-| `ProtocolWrapper` | `.protocol` is the protocol in use; `handle` switches it to HTTP/2 |
-| `TaskGroup`, `WorkerContext` | nursery per connection; `terminated` makes protocols close |
-| `Config` | the attributes set in `make_config` |
+- `TCPServer.protocol_send`: sends `RawData` under a lock and a shield, and turns a broken stream
+  into `protocol.handle(Closed())`.
+- `H11Protocol`, `H2Protocol`: `handle` takes `RawData` and `Closed`; `send` is given `RawData`,
+  `Closed` and `Updated(idle)`. Of the first also `connection`, `_create_stream`, `_check_protocol`,
+  `_send_h11_event`, `_send_error_response`; of the second `connection`, `streams`,
+  `stream_buffers`, `priority`, `_handle_events`, `_send_data`, `_flush`.
+- `ProtocolWrapper`: `protocol` is the protocol in use; `handle` switches it to HTTP/2.
+- `TaskGroup`, `WorkerContext`: a nursery for each connection; `terminated` makes protocols close.
+- `Config`: the attributes that `make_config` sets.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 import h2.events
+import h2.exceptions
 import h11
 import msgspec
 import structlog
 from hypercorn.config import Config
-from hypercorn.events import Event, RawData
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.logging import Logger
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.h2 import H2Protocol
@@ -72,6 +73,8 @@ def _seams() -> list[tuple[str, bool]]:
         ("H11Protocol._send_h11_event", hasattr(H11Protocol, "_send_h11_event")),
         ("H11Protocol._check_protocol", hasattr(H11Protocol, "_check_protocol")),
         ("H2Protocol._handle_events", hasattr(H2Protocol, "_handle_events")),
+        ("H2Protocol._send_data", hasattr(H2Protocol, "_send_data")),
+        ("H11Protocol._create_stream", hasattr(H11Protocol, "_create_stream")),
     ]
 
 
@@ -108,6 +111,8 @@ def make_config(settings: ServerSettings) -> Config:
 class StockH11(H11Protocol):
     """HTTP/1.x by h11. The head goes with what follows it; of upgrades only HTTP/2's preface."""
 
+    idle_is_silent = True
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._head = b""
@@ -131,6 +136,14 @@ class StockH11(H11Protocol):
         if data:
             await self.send(RawData(data))
 
+    async def _create_stream(self, request: h11.Request) -> None:
+        refusal = _refusal(request)
+        if refusal is None:
+            await super()._create_stream(request)
+        else:
+            await self._send_error_response(refusal)
+            await self.send(Closed())
+
     async def _check_protocol(self, event: h11.Request) -> None:
         # h2c by upgrade is obsolete (RFC 9113, 3.1) and a way around proxies: answered as HTTP/1.1.
         if event.method == b"PRI" and event.target == b"*" and event.http_version == b"2.0":
@@ -139,14 +152,46 @@ class StockH11(H11Protocol):
             )
 
 
-class StockH2(H2Protocol):
-    """HTTP/2, with what a client sends late to a stream that we have answered thrown away.
+def _refusal(request: h11.Request) -> int | None:
+    """Return the status for a request that h11 reads and we had better not (RFC 9112, 6.1)."""
+    names = {name for name, _ in request.headers}
+    if request.method == b"CONNECT":
+        return 405
+    if request.http_version not in (b"1.0", b"1.1"):
+        return 505
+    if b"transfer-encoding" in names and (
+        b"content-length" in names or request.http_version == b"1.0"
+    ):
+        return 400
+    return None
 
-    Hypercorn looks such streams up without checking, which would end the connection, and with it
-    all the other streams on it.
+
+class StockH2(H2Protocol):
+    """HTTP/2, with three faults of Hypercorn's mended.
+
+    What a client sends late, to a stream that is answered, and a path that is not ASCII raise in
+    it, which would end the connection and all the other streams on it: such data is thrown away,
+    such a stream reset. And while a client opens no window, its empty reads of a stream's buffer
+    wake the writer as if something had been sent, so that the buffer grows without end.
     """
 
     unread = False
+    idle_is_silent = False  # pings and settings come between requests
+
+    async def _send_data(self, stream_id: int) -> None:
+        if self._must_wait(stream_id):
+            self.priority.block(stream_id)  # until the window opens
+        else:
+            await super()._send_data(stream_id)
+
+    def _must_wait(self, stream_id: int) -> bool:
+        buffer = self.stream_buffers.get(stream_id)
+        if buffer is None or not buffer.buffer:
+            return False
+        try:
+            return self.connection.local_flow_control_window(stream_id) <= 0
+        except h2.exceptions.ProtocolError:
+            return False  # the stream is closed, which Hypercorn sees for itself
 
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:
@@ -181,7 +226,7 @@ class Link(Protocol):
         """Wait for bytes; none if the client will send no more."""
         ...
 
-    async def send_all(self, data: bytes) -> None:
+    async def send_all(self, data: memoryview) -> None:
         """Send bytes within the write deadline. Raises `trio.BrokenResourceError`."""
         ...
 
@@ -249,5 +294,6 @@ class Protocols(ProtocolWrapper):
             await self.protocol.handle(event)
         except H2ProtocolAssumedError as error:
             self.protocol = StockH2(*self._arguments)
+            self.link.request_ended()  # the preface was none
             await self.protocol.initiate()
             await self.protocol.handle(RawData(error.data))

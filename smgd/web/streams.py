@@ -19,6 +19,9 @@ log = structlog.get_logger("smgd.web")
 # when a large answer takes long as a whole.
 WRITE_STEP = 64 * 1024
 
+# The most that is read at once. Fewer, larger reads make large bodies cheaper; this is enough.
+RECEIVE_STEP = 64 * 1024
+
 # Out of descriptors or memory: it passes when connections close, so accepting goes on.
 CAPACITY_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 CAPACITY_PAUSE = 0.1

@@ -97,7 +97,7 @@ class ScriptedEngine:
 
     def __init__(self, context: ZmqContext, index: int = 0) -> None:
         self.identity = index.to_bytes(2, "little")
-        self._context = context
+        self.context = context
         self._handshake: ZmqSocket | None = None
         self._input: ZmqSocket | None = None
         self._output: ZmqSocket | None = None
@@ -112,20 +112,25 @@ class ScriptedEngine:
         assert self._output is not None
         return self._output
 
+    def dial(self, address: str) -> ZmqSocket:
+        """Connect to the handshake address."""
+        self._handshake = self.context.socket("dealer", identity=self.identity)
+        self._handshake.connect(address)
+        return self._handshake
+
     async def hello(self, address: str) -> dict[str, Any]:
         """Dial the handshake address, say HELLO and return the addresses of INIT."""
-        self._handshake = self._context.socket("dealer", identity=self.identity)
-        self._handshake.connect(address)
-        await self._handshake.send([HELLO])
-        ((payload,),) = await self._handshake.recv_batch()
+        handshake = self.dial(address)
+        await handshake.send([HELLO])
+        ((payload,),) = await handshake.recv_batch()
         addresses: dict[str, Any] = unpack(payload)["addresses"]
         return addresses
 
     def connect(self, input_address: str, output_address: str) -> None:
         """Connect the data sockets."""
-        self._input = self._context.socket("dealer", identity=self.identity)
+        self._input = self.context.socket("dealer", identity=self.identity)
         self._input.connect(input_address)
-        self._output = self._context.socket("push")
+        self._output = self.context.socket("push")
         self._output.connect(output_address)
 
     async def register(self, payload: bytes | None = None) -> None:

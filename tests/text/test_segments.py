@@ -43,7 +43,7 @@ def nested_first(backend: Tokenizer) -> None:
 
 
 def prepending(backend: Tokenizer) -> None:
-    backend.normalizer = normalizers.Prepend("▁")  # type: ignore[assignment]
+    backend.normalizer = normalizers.Prepend("▁")
 
 
 def adding(*tokens: AddedToken) -> Callable[[Tokenizer], None]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import structlog
 import trio
 from quart_trio import QuartTrio
 
@@ -95,18 +98,20 @@ async def test_idle_connections_are_closed(serving: Serving, target: tuple[str, 
             assert await closed(client)
             ends += 1
 
-    async with serving(app_of(hello=hello)) as server, trio.open_nursery() as nursery:
+    app = app_of(hello=hello)
+    async with serving(app, keep_alive_timeout=0.6) as server, trio.open_nursery() as nursery:
         for _ in range(20):
             nursery.start_soon(one)
     assert ends == 20
 
 
 async def test_a_connection_lives_as_long_as_it_is_used(serving: Serving) -> None:
-    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
-        for _ in range(5):
+    app = app_of(hello=hello)
+    async with serving(app, keep_alive_timeout=0.5) as server, await server.connect() as client:
+        for _ in range(4):
             await client.send_all(request("/hello"))
             assert (await read_answer(client)).body == b"hello"
-            await trio.sleep(0.15)
+            await trio.sleep(0.2)
 
 
 @pytest.mark.parametrize("start", [b"", b"POST /hello HTTP/1.1\r\nHos"])
@@ -149,7 +154,7 @@ async def test_a_slow_reader_that_reads_is_not_cut(serving: Serving) -> None:
         await exchange.respond(200, [], BIG * 100)
 
     async with (
-        serving(app_of(big=big), write_timeout=0.2) as server,
+        serving(app_of(big=big), write_timeout=0.5) as server,
         await server.connect(65536) as client,
     ):
         await client.send_all(request("/big", "Connection: close"))
@@ -157,9 +162,9 @@ async def test_a_slow_reader_that_reads_is_not_cut(serving: Serving) -> None:
         began = trio.current_time()
         while data := await client.receive_some(65536):
             size += len(data)
-            await trio.sleep(0.003)
+            await trio.sleep(0.008)
     assert size > len(BIG) * 100
-    assert trio.current_time() - began > 0.3
+    assert trio.current_time() - began > 0.6
 
 
 @pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
@@ -167,7 +172,8 @@ async def test_a_client_that_half_closes_gets_its_answer(
     serving: Serving, target: tuple[str, str]
 ) -> None:
     method, path = target
-    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
+    app = app_of(hello=hello)
+    async with serving(app, half_close_grace=5) as server, await server.connect() as client:
         await client.send_all(request(path, method=method))
         await client.send_eof()
         assert (await read_answer(client)).status == 200
@@ -185,9 +191,10 @@ async def test_a_half_closed_request_that_takes_long_is_cancelled(serving: Servi
 
 
 async def test_stopping_drains(serving: Serving) -> None:
-    stream = Stream(pieces=20)
+    stream = Stream(pieces=30)
+    app = app_of(stream=stream, hello=hello)
     async with (
-        serving(app_of(stream=stream, hello=hello), keep_alive_timeout=60) as server,
+        serving(app, keep_alive_timeout=60, shutdown_grace=60) as server,
         await server.connect() as idle,
         await server.connect() as fresh,
         await server.connect() as busy,
@@ -197,14 +204,14 @@ async def test_stopping_drains(serving: Serving) -> None:
         await busy.send_all(request("/stream"))
         await read_until(busy, b"tick")
         server.stopping.set()
-        with trio.fail_after(0.1):
+        with trio.fail_after(1):
             assert await closed(idle)
             assert await closed(fresh)
         with pytest.raises(OSError, match="refused"):
             await server.connect()
         assert (await read_until(busy, b"\r\n0\r\n\r\n")).endswith(b"\r\n0\r\n\r\n")
         assert await closed(busy)
-        with trio.fail_after(0.1):
+        with trio.fail_after(1):
             await server.done.wait()
     assert stream.ends == ["complete"]
 
@@ -222,7 +229,7 @@ async def test_stopping_takes_no_longer_than_the_grace(serving: Serving) -> None
         await read_until(waiting, b"tick")
         await trio.sleep(0.1)
         server.stopping.set()
-        with trio.fail_after(0.5):
+        with trio.fail_after(2):
             await server.done.wait()
     assert (flood.ends, silent.ends) == (["cancelled"], ["cancelled"])
 
@@ -235,7 +242,7 @@ async def test_cancelling_the_server_ends_it_at_once(serving: Serving) -> None:
     ):
         await stalled.send_all(request("/flood"))
         await trio.sleep(0.1)
-        with trio.fail_after(0.5):
+        with trio.fail_after(2):
             server.cancel()
             await server.done.wait()
     assert flood.ends == ["cancelled"]
@@ -275,24 +282,55 @@ async def test_accepted_sockets_have_their_options(serving: Serving) -> None:
         stopping.set()
 
 
-async def test_running_out_of_descriptors_is_waited_out(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import resource
-
+async def test_running_out_of_descriptors_is_waited_out(serving: Serving) -> None:
     async with serving(app_of(hello=hello)) as server:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         client = socket.create_connection(("127.0.0.1", server.port))
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(client))
-        used = max(int(n) for n in os.listdir("/proc/self/fd"))  # noqa: PTH208
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(used, 3), limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
-            await trio.sleep(0.25)
+            with structlog.testing.capture_logs() as lines:
+                await trio.sleep(0.25)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert 2 <= len(lines) <= 3
+        assert lines[0]["reason"].endswith("Too many open files")
         await stream.send_all(request("/hello"))
         assert (await read_answer(stream)).body == b"hello"
         await stream.aclose()
+
+
+@pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
+async def test_unread_input_does_not_turn_the_end_into_a_reset(
+    serving: Serving, http_path: str, target: tuple[str, str]
+) -> None:
+    method, path = target
+    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
+        await client.send_all(request(path, "Connection: close", method=method) + BIG * 3)
+        # h11 finds the garbage before the answer is ready.
+        assert (await read_answer(client)).status in ((200,) if http_path == "fast" else (200, 400))
+        assert await closed(client)
+
+
+async def test_unix_sockets(http_path: Literal["fast", "stock"], tmp_path: Path) -> None:
+    async def who(exchange: Exchange) -> None:
+        await exchange.respond(200, [], exchange.client.encode() or b"nobody")
+
+    sock = trio.socket.socket(socket.AF_UNIX)
+    await sock.bind(str(tmp_path / "http"))
+    sock.listen(5)
+    stopping = trio.Event()
+    settings = ServerSettings(http_path=http_path)
+    listeners = [trio.SocketListener(sock)]
+    async with trio.open_nursery() as nursery:
+        app = app_of(who=who)
+        await nursery.start(partial(serve, app, listeners, settings, stopping=stopping))
+        async with await trio.open_unix_socket(str(tmp_path / "http")) as client:
+            await client.send_all(request("/who"))
+            assert (await read_answer(client)).body == b"nobody"
+            await client.send_all(request("/quart", method="GET"))
+            assert (await read_answer(client)).body == b"from quart"
+        stopping.set()
 
 
 async def test_half_of_the_tls_files_is_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,544 @@
+"""Transcripts: what an engine says, and what the session makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smgd.core import Delta, EngineLoad
+from smgd.engine.dialects.vllm import VllmDialect
+from smgd.engine.events import (
+    AbortForeign,
+    EngineReady,
+    Notice,
+    ReceiverBroke,
+    Send,
+    SendInit,
+    SessionEvent,
+    SessionLost,
+    SessionReady,
+)
+from smgd.engine.session import MAX_FOREIGN, Session
+from smgd.errors import EngineLostError, LocalProtocolError
+from smgd.wire import vllm as wire
+from tests.engine_unit import recorded
+from tests.engine_unit.scripted import (
+    HELLO,
+    READY,
+    Inbox,
+    outputs,
+    pack,
+    registration,
+    request,
+    unpack,
+)
+
+A, B = b"\x00\x00", b"\x01\x00"
+URL = "ipc:///tmp/w"
+GARBAGE = b"\xc1"
+
+
+def is_ours(request_id: str) -> bool:
+    return request_id.startswith("r")
+
+
+def new_session(engines: int = 1) -> Session:
+    return Session(URL, VllmDialect(), b"INIT", is_ours, engines)
+
+
+def ready_session(engines: int = 1, ready: bytes = READY) -> Session:
+    session = new_session(engines)
+    for index in range(engines):
+        identity = index.to_bytes(2, "little")
+        session.handshake(identity, HELLO)
+        session.registration(identity, registration())
+        session.handshake(identity, ready)
+    assert session.ready
+    return session
+
+
+def submit(session: Session, *ids: str) -> list[Inbox]:
+    """Submit requests and return their receivers."""
+    inboxes = []
+    for request_id in ids:
+        inboxes.append(Inbox())
+        session.submit(request(request_id), inboxes[-1])
+    return inboxes
+
+
+def kinds(events: Any) -> list[type]:
+    return [type(event) for event in events]
+
+
+def aborted(events: Any) -> list[str]:
+    """Return the ids of all ABORTs among events."""
+    return [
+        request_id
+        for event in events
+        if isinstance(event, Send | AbortForeign) and event.frames[0] == wire.ABORT
+        for request_id in unpack(event.frames[1])
+    ]
+
+
+# -------------------------------------------------------------------------------- handshake
+
+
+@pytest.mark.parametrize("version", recorded.VERSIONS)
+def test_the_recorded_handshake(version: str) -> None:
+    session = new_session()
+    events: list[SessionEvent] = []
+    for message in recorded.messages(version, "handshake"):
+        if message.case == "handshake":
+            events += session.handshake(message.frames[0], message.frames[1])
+    assert events == [SendInit(A, b"INIT")]
+    message = recorded.message(version, "handshake", "input")
+    ready = session.registration(message.frames[0], message.frames[1])
+    assert kinds(ready) == [EngineReady, SessionReady]
+    assert session.info is not None
+    assert session.info.max_model_len == 2048
+
+
+def test_registration_may_come_before_ready_or_after() -> None:
+    session = new_session()
+    assert session.awaited == "HELLO of engine 0"
+    assert session.handshake(A, HELLO) == [SendInit(A, b"INIT")]
+    assert session.awaited == "READY and registration of engine 0"
+    assert session.registration(A, registration()) == []
+    assert session.awaited == "READY of engine 0"
+    assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
+    other = new_session()
+    other.handshake(A, HELLO)
+    assert other.handshake(A, READY) == []
+    assert other.awaited == "registration of engine 0"
+    assert kinds(other.registration(A, registration())) == [EngineReady, SessionReady]
+
+
+def test_an_engine_that_was_greeted_by_a_former_life_is_served() -> None:
+    session = new_session()
+    assert session.registration(A, registration()) == []
+    assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
+
+
+def test_several_engines_interleave() -> None:
+    session = new_session(2)
+    assert session.handshake(B, HELLO) == [SendInit(B, b"INIT")]
+    assert session.handshake(A, HELLO) == [SendInit(A, b"INIT")]
+    session.registration(B, registration())
+    assert kinds(session.handshake(B, READY)) == [EngineReady]
+    assert not session.ready
+    assert session.awaited == "READY and registration of engine 0"
+    session.handshake(A, READY)
+    assert kinds(session.registration(A, registration())) == [EngineReady, SessionReady]
+
+
+def test_an_engine_that_starts_anew_while_it_loads_begins_again() -> None:
+    session = new_session()
+    session.handshake(A, HELLO)
+    session.registration(A, registration())
+    assert session.handshake(A, HELLO) == [SendInit(A, b"INIT")]
+    assert session.handshake(A, READY) == []
+    assert session.awaited == "registration of engine 0"
+
+
+def test_a_hello_in_a_running_session_ends_it() -> None:
+    session = ready_session()
+    (inbox,) = submit(session, "r1")
+    events = session.handshake(A, HELLO)
+    assert events[0] == SessionLost("engine 0 was started anew", 1)
+    assert events[-1] == SendInit(A, b"INIT")
+    assert str(inbox.errors[0]) == f"engine of worker {URL} lost: engine 0 was started anew"
+    with pytest.raises(EngineLostError, match="engine 0 was started anew"):
+        session.submit(request("r2"), Inbox())
+    session.registration(A, registration())
+    assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
+
+
+def test_of_several_engines_only_the_one_that_restarts_begins_again() -> None:
+    session = ready_session(2)
+    events = session.handshake(B, HELLO)
+    assert kinds(events) == [SessionLost, SendInit]
+    session.registration(B, registration())
+    assert kinds(session.handshake(B, READY)) == [EngineReady, SessionReady]
+
+
+def test_one_engine_too_many_is_refused_with_what_was_expected() -> None:
+    session = new_session(2)
+    for events in (session.handshake(b"\x02\x00", HELLO), session.registration(b"\x02\x00", b"")):
+        (notice,) = events
+        assert isinstance(notice, Notice)
+        assert "identity 0200 has dialled in" in notice.text
+        assert (
+            "waits for 2 engine(s), with indices 0 to 1: --zmq-engine-count must be" in notice.text
+        )
+
+
+@pytest.mark.parametrize("identity", [b"", b"\x00", b"\x00\x00\x00", b"\xff\xff"])
+def test_other_identities_are_refused(identity: bytes) -> None:
+    assert kinds(new_session().handshake(identity, HELLO)) == [Notice]
+
+
+@pytest.mark.parametrize(
+    ("payload", "text"),
+    [
+        (pack({"status": "BYE"}), "engine 0 said 'BYE' where HELLO or READY was expected"),
+        (b"", "undecodable handshake message"),
+        (pack(["HELLO"]), "undecodable handshake message"),
+    ],
+)
+def test_other_handshake_messages_are_refused(payload: bytes, text: str) -> None:
+    (notice,) = new_session().handshake(A, payload)
+    assert isinstance(notice, Notice)
+    assert text in notice.text
+
+
+def test_a_bad_registration_changes_nothing() -> None:
+    session = new_session()
+    session.handshake(A, HELLO)
+    session.handshake(A, READY)
+    assert kinds(session.registration(A, b"\x80")) == [Notice]
+    assert not session.ready
+    assert kinds(session.registration(A, registration())) == [EngineReady, SessionReady]
+    assert session.registration(A, registration(max_model_len=7)) == []
+    assert session.info is not None
+    assert session.info.max_model_len == 7
+
+
+# --------------------------------------------------------------------------------- requests
+
+
+def test_a_request_is_sent_and_answered() -> None:
+    session = ready_session()
+    inbox = Inbox()
+    (send,) = session.submit(request("r1"), inbox)
+    assert send.identity == A
+    assert send.frames[0] == wire.ADD
+    assert session.in_flight == 1
+    assert session.receive([outputs(("r1", [5], None), ("r1", [6], None))]) == []
+    assert inbox.flushes == 0
+    assert session.flush() == []
+    assert inbox.flushes == 1  # once for all that was there
+    session.receive([outputs(("r1", [7], 1))])
+    session.flush()
+    assert (inbox.ids, inbox.finishes, inbox.flushes) == ([5, 6, 7], 1, 2)
+    assert session.in_flight == 0
+    assert session.flush() == []
+    assert inbox.flushes == 2
+
+
+def test_nothing_is_submitted_before_an_engine_is_there() -> None:
+    with pytest.raises(EngineLostError, match="no engine has dialled in yet"):
+        new_session().submit(request("r1"), Inbox())
+
+
+def test_an_id_in_flight_is_refused() -> None:
+    session = ready_session()
+    submit(session, "r1")
+    with pytest.raises(LocalProtocolError, match="request id r1 is in flight already"):
+        session.submit(request("r1"), Inbox())
+    assert session.in_flight == 1
+
+
+def test_what_cannot_be_encoded_is_not_in_flight() -> None:
+    session = ready_session()
+    with pytest.raises(LocalProtocolError, match="cannot encode"):
+        session.submit(request("r1", prompt_ids=[2**70]), Inbox())
+    assert session.in_flight == 0
+
+
+def test_an_abort_is_sent_once_and_late_outputs_are_ignored() -> None:
+    session = ready_session()
+    (inbox,) = submit(session, "r1")
+    session.receive([outputs(("r1", [5], None))])
+    assert aborted(session.abort("r1")) == ["r1"]
+    assert session.abort("r1") == []
+    assert session.flush() == []
+    assert session.receive([outputs(("r1", [6], None), ("r1", [7], 1))]) == []
+    session.flush()
+    assert (inbox.ids, inbox.flushes, inbox.endings) == ([5], 0, 0)
+
+
+def test_no_abort_after_the_finish() -> None:
+    session = ready_session()
+    submit(session, "r1")
+    session.receive([outputs(("r1", [5], 0))])
+    assert session.abort("r1") == []
+
+
+def test_an_abort_that_nobody_asked_for_is_an_engine_that_leaves() -> None:
+    session = ready_session()
+    first, second, third = submit(session, "r1", "r2", "r3")
+    events = session.receive([outputs(("r1", [], 2), ("r2", [5], None))])
+    reason = "it has aborted a request, as engines do that stop"
+    assert events[0] == SessionLost(reason, 2)
+    assert aborted(events) == ["r2", "r3"]
+    for inbox in (first, second, third):
+        assert str(inbox.errors[0]) == f"engine of worker {URL} lost: {reason}"
+    assert (second.ids, second.flushes) == ([5], 1)  # what came before is not lost
+    assert session.receive([outputs(stats={})]) == []  # its last words
+    assert session.awaited == "an answer to the heartbeat"
+    assert session.receive([outputs(reply=[1, None, [None, False]])]) == [SessionReady()]
+
+
+def test_an_engine_that_has_left_needs_a_hello() -> None:
+    session = ready_session()
+    submit(session, "r1")
+    session.receive([outputs(("r1", [], 2))])
+    session.reset("connection closed")
+    assert session.receive([outputs(reply=[1, None, [None, False]])]) == []
+    assert not session.ready
+
+
+# ---------------------------------------------------------------------------------- strays
+
+
+def test_what_a_former_life_left_running_is_aborted_once() -> None:
+    session = new_session()
+    events = session.receive([outputs(("old", [5], None), ("r9", [5], None))])
+    assert kinds(events) == [AbortForeign]
+    assert aborted(events) == ["old"]
+    assert session.receive([outputs(("old", [6], None))]) == []
+    session.not_aborted(["old"])  # it could not be sent: the engine was not connected yet
+    assert aborted(session.receive([outputs(("old", [7], None))])) == ["old"]
+    assert session.receive([outputs(("gone", [7], 1))]) == []  # it has finished by itself
+    assert session.receive([outputs(("other", [7], None), engine=9)]) == []
+
+
+def test_the_memory_of_former_lives_is_bounded() -> None:
+    session = ready_session()
+    for number in range(MAX_FOREIGN + 1):
+        session.receive([outputs((f"old{number}", [5], None))])
+    assert aborted(session.receive([outputs(("old0", [5], None))])) == ["old0"]
+    assert aborted(session.receive([outputs((f"old{MAX_FOREIGN}", [5], None))])) == []
+
+
+# -------------------------------------------------------------------------- broken receivers
+
+
+class Broken(Inbox):
+    """Raises where a test says so."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def deliver(self, delta: Delta) -> None:
+        super().deliver(delta)
+        if self.where == "deliver":
+            raise ZeroDivisionError("deliver")
+
+    def flush(self) -> None:
+        super().flush()
+        if self.where == "flush":
+            raise ZeroDivisionError("flush")
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        if self.where == "fail":
+            raise ZeroDivisionError("fail")
+
+
+@pytest.mark.parametrize("where", ["deliver", "flush"])
+@pytest.mark.parametrize("finish", [None, 1])
+def test_a_receiver_that_raises_ends_its_own_request_only(where: str, finish: int | None) -> None:
+    session = ready_session()
+    broken = Broken(where)
+    session.submit(request("r1"), broken)
+    (inbox,) = submit(session, "r2")
+    events = list(session.receive([outputs(("r1", [5], finish), ("r2", [6], None))]))
+    events += session.flush()
+    assert aborted(events) == ([] if finish else ["r1"])
+    (broke,) = [event for event in events if isinstance(event, ReceiverBroke)]
+    assert (broke.request_id, str(broke.error)) == ("r1", where)
+    assert [str(error) for error in broken.errors] == [where]
+    assert (inbox.ids, inbox.flushes) == ([6], 1)
+    session.receive([outputs(("r1", [7], None), ("r2", [8], 1))])
+    session.flush()
+    assert (len(broken.deltas), inbox.ids) == (1, [6, 8])
+
+
+def test_a_receiver_that_raises_on_failure_does_not_spare_the_others() -> None:
+    session = ready_session()
+    session.submit(request("r1"), Broken("fail"))
+    (inbox,) = submit(session, "r2")
+    events = session.reset("gone")
+    assert SessionLost("gone", 2) in events
+    assert [event.request_id for event in events if isinstance(event, ReceiverBroke)] == ["r1"]
+    assert len(inbox.errors) == 1
+
+
+def test_a_receiver_may_abort_itself_and_its_siblings() -> None:
+    class Stopping(Inbox):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sent: list[SessionEvent] = []
+
+        def flush(self) -> None:
+            super().flush()
+            self.sent += session.abort("r1")
+            self.sent += session.abort("r2")
+
+        def fail(self, error: Exception) -> None:
+            super().fail(error)
+            self.sent += session.abort("r1")
+            self.sent += session.abort("r2")
+
+    session = ready_session()
+    stopping, sibling = Stopping(), Inbox()
+    session.submit(request("r1"), stopping)
+    session.submit(request("r2"), sibling)
+    session.receive([outputs(("r1", [5], None), ("r2", [5], None))])
+    session.flush()
+    assert aborted(stopping.sent) == ["r1", "r2"]
+    assert (stopping.flushes, sibling.flushes, session.in_flight) == (1, 0, 0)
+    session.submit(request("r1"), stopping)
+    session.submit(request("r2"), sibling)
+    assert aborted([*session.reset("gone"), *stopping.sent[2:]]) == ["r1", "r2"]
+
+
+# ------------------------------------------------------------------------------------ loss
+
+
+def test_the_sentinel_ends_the_session_and_only_a_hello_begins_one() -> None:
+    session = ready_session()
+    (inbox,) = submit(session, "r1")
+    events = session.receive([b"ENGINE_CORE_DEAD"])
+    assert events[0] == SessionLost("the engine said that it is dead (ENGINE_CORE_DEAD)", 1)
+    assert isinstance(inbox.errors[0], EngineLostError)
+    assert session.info is None
+    assert session.receive([outputs(("r1", [5], 1))]) == []  # it was in the queue
+    assert not session.ready
+    assert session.awaited == "HELLO of engine 0"
+    assert inbox.endings == 1
+
+
+def test_what_was_delivered_before_a_loss_is_flushed_before_the_failure() -> None:
+    session = ready_session()
+    heard: list[str] = []
+
+    class Listening(Inbox):
+        def flush(self) -> None:
+            heard.append("flush")
+
+        def fail(self, error: Exception) -> None:
+            heard.append("fail")
+
+    session.submit(request("r1"), Listening())
+    session.receive([outputs(("r1", [5], None))])
+    session.receive([b"ENGINE_CORE_DEAD"])
+    session.flush()
+    assert heard == ["flush", "fail"]
+
+
+def test_three_undecodable_messages_in_a_row_end_the_session() -> None:
+    session = ready_session()
+    (inbox,) = submit(session, "r1")
+    assert kinds(session.receive([GARBAGE])) == [Notice]
+    assert kinds(session.receive([GARBAGE])) == [Notice]
+    session.receive([outputs(("r1", [5], None))])
+    assert kinds(session.receive([GARBAGE])) == [Notice]
+    assert kinds(session.receive([GARBAGE])) == [Notice]
+    events = session.receive([GARBAGE])
+    assert SessionLost("3 outputs in a row could not be decoded", 1) in events
+    assert aborted(events) == ["r1"]
+    assert inbox.endings == 1
+    assert session.receive([GARBAGE]) == []  # the log has heard it
+
+
+def test_a_suspended_engine_comes_back_with_any_output() -> None:
+    session = ready_session()
+    (inbox,) = submit(session, "r1")
+    events = session.suspend("no output for 300s")
+    assert events[0] == SessionLost("no output for 300s", 1)
+    assert aborted(events) == ["r1"]
+    heartbeat = events[-1]
+    assert isinstance(heartbeat, Send)
+    assert heartbeat.frames == VllmDialect().heartbeat(1)
+    assert inbox.endings == 1
+    assert session.suspend("again") == []
+    with pytest.raises(EngineLostError, match="no output for 300s"):
+        session.submit(request("r2"), Inbox())
+    assert session.awaited == "any output"
+    assert session.receive([GARBAGE]) != []
+    assert not session.ready
+    assert session.receive([outputs(reply=[1, None, [None, False]])]) == [SessionReady()]
+    submit(session, "r2")
+
+
+def test_a_suspended_engine_that_goes_away_does_not_come_back() -> None:
+    session = ready_session()
+    session.suspend("no output for 300s")
+    assert session.reset("connection closed") == []
+    assert session.receive([outputs(stats={})]) == []
+    with pytest.raises(EngineLostError, match="connection closed"):
+        session.submit(request("r1"), Inbox())
+    session.handshake(A, HELLO)
+    session.registration(A, registration())
+    assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
+
+
+def test_a_reset_before_the_handshake_is_complete_keeps_the_first_reason() -> None:
+    session = new_session()
+    session.handshake(A, HELLO)
+    assert session.reset("connection closed") == []
+    assert session.awaited == "HELLO of engine 0"
+    with pytest.raises(EngineLostError, match="no engine has dialled in yet"):
+        session.submit(request("r1"), Inbox())
+
+
+# ----------------------------------------------------------------------------------- ranks
+
+
+def test_requests_go_to_the_rank_with_the_lowest_score() -> None:
+    session = ready_session(2)
+
+    def target(request_id: str) -> bytes:
+        return session.submit(request(request_id), Inbox())[0].identity
+
+    assert [target(f"r{i}") for i in range(4)] == [A, B, A, B]
+    busy = {"num_running_reqs": 5, "num_waiting_reqs": 1, "kv_cache_usage": 0.8}
+    session.receive([outputs(stats=busy, engine=0)])
+    assert session.load == EngineLoad(5, 1, 0.4)
+    assert session.rank_loads == [EngineLoad(5, 1, 0.8), EngineLoad()]
+    assert [target(f"r{i}") for i in range(4, 7)] == [B, B, B]
+    session.receive([outputs(("r0", [1], 1), ("r2", [1], 1))])
+    assert session.rank_loads[0] == EngineLoad(0, 0, 0.8)  # its last request has ended
+    assert target("r7") == A
+    assert aborted(session.abort("r7")) == ["r7"]
+
+
+def test_an_abort_goes_to_the_rank_that_has_the_request() -> None:
+    session = ready_session(2)
+    submit(session, "r0", "r1")
+    assert [send.identity for send in session.abort("r1")] == [B]
+    assert [send.identity for send in session.abort("r0")] == [A]
+
+
+def test_a_loss_aborts_on_every_rank() -> None:
+    session = ready_session(2)
+    submit(session, "r0", "r1", "r2")
+    events = session.reset("gone")
+    sends = [event for event in events if isinstance(event, Send)]
+    assert [(send.identity, unpack(send.frames[1])) for send in sends] == [
+        (A, ["r0", "r2"]),
+        (B, ["r1"]),
+    ]
+    assert session.awaited == "HELLO of an engine that was started anew"
+
+
+def test_ranks_of_a_moe_model_are_woken_together() -> None:
+    ready = recorded.message("0.32", "moe_handshake", "handshake")
+    said = [m for m in recorded.messages("0.32", "handshake") if m.case == "moe_handshake"][-1]
+    assert ready.meaning["status"] == "HELLO"
+    session = ready_session(2, said.frames[1])
+
+    def waves(sends: list[Send]) -> list[Any]:
+        return [(s.identity, unpack(s.frames[1])) for s in sends if s.frames[0] == b"\x02"]
+
+    first = session.submit(request("r0"), Inbox())
+    assert first[0].identity == A
+    assert waves(first) == [(B, [1, 0])]
+    assert waves(session.submit(request("r1"), Inbox())) == [(A, [2, 1])]
+    session.receive([outputs(wave_complete=9, engine=1)])
+    assert waves(session.submit(request("r2"), Inbox())) == [(B, [10, 0])]
+    assert waves(ready_session(2).submit(request("r0"), Inbox())) == []

@@ -1,0 +1,188 @@
+"""Any order of what can happen to a session, against a model of the engines' own books."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from smgd.core import Delta
+from smgd.engine.dialects.vllm import VllmDialect
+from smgd.engine.events import Send, SendInit, SessionEvent, SessionLost, SessionReady
+from smgd.engine.session import Session
+from smgd.wire import vllm as wire
+from tests.engine_unit.scripted import (
+    HELLO,
+    READY,
+    Inbox,
+    outputs,
+    registration,
+    request,
+    unpack,
+)
+
+INDEX = st.integers(0, 2)
+
+
+class Fragile(Inbox):
+    """Breaks on a token of 13."""
+
+    def deliver(self, delta: Delta) -> None:
+        super().deliver(delta)
+        if 13 in delta.ids:
+            raise ValueError("13")
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """`running` is what the engines hold; `inboxes` is every request that ever was."""
+
+    @initialize(engines=st.integers(1, 3))
+    def begin(self, engines: int) -> None:
+        self.engines = engines
+        self.session = Session("w", VllmDialect(), b"INIT", lambda i: i[0] == "r", engines)
+        self.running: dict[str, int] = {}
+        self.inboxes: dict[str, Fragile] = {}
+        self.finished: set[str] = set()
+        self.left: set[str] = set()
+        self.aborts: Counter[str] = Counter()
+        self.ready = False
+
+    def happen(self, events: Iterable[SessionEvent]) -> None:
+        """Do what the events say, as the link and the engines would."""
+        for event in events:
+            if isinstance(event, Send):
+                self.send(event)
+            elif isinstance(event, SessionReady):
+                assert not self.ready
+                self.ready = True
+            elif isinstance(event, SessionLost):
+                assert self.ready
+                self.ready = False
+
+    def send(self, send: Send) -> None:
+        payload = unpack(send.frames[1])
+        index = int.from_bytes(send.identity, "little")
+        if send.frames[0] == wire.ADD:
+            assert payload[0] not in self.running
+            self.running[payload[0]] = index
+        elif send.frames[0] == wire.ABORT:
+            for request_id in payload:
+                self.aborts[request_id] += 1
+                assert self.running.pop(request_id, index) == index
+
+    @rule(index=INDEX, step=st.sampled_from(["HELLO", "READY", "register"]))
+    def handshake(self, index: int, step: str) -> None:
+        """Take one step of a handshake, possibly at the wrong time or by one engine too many."""
+        identity = index.to_bytes(2, "little")
+        if step == "register":
+            self.happen(self.session.registration(identity, registration()))
+        elif step == "READY":
+            self.happen(self.session.handshake(identity, READY))
+        else:
+            self.hello(index)
+
+    def hello(self, index: int) -> None:
+        if index < self.engines:
+            self.left |= self.running.keys()
+        events = self.session.handshake(index.to_bytes(2, "little"), HELLO)
+        self.happen(events)
+        inits = [event for event in events if isinstance(event, SendInit)]
+        assert len(inits) == (index < self.engines)
+
+    @rule(count=st.integers(1, 3))
+    def submit(self, count: int) -> None:
+        """Submit requests, to engines that are started first if there are none."""
+        if not self.ready:
+            for index in range(self.engines):
+                self.hello(index)
+                self.handshake(index, "register")
+                self.handshake(index, "READY")
+        for _ in range(count):
+            request_id = f"r{len(self.inboxes)}"
+            self.inboxes[request_id] = Fragile()
+            self.happen(self.session.submit(request(request_id), self.inboxes[request_id]))
+            assert request_id in self.running
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def output(self, data: st.DataObject) -> None:
+        """Send tokens for some requests; some finish, some break their receivers."""
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.running)), unique=True))
+        items: list[Any] = []
+        for request_id in chosen:
+            finish = data.draw(st.sampled_from([None, None, 0, 1, 2]))
+            token = data.draw(st.sampled_from([5, 5, 5, 13]))
+            items.append((request_id, [token], finish))
+            if finish is not None:
+                del self.running[request_id]
+                self.finished.add(request_id)
+            elif token == 13:
+                self.left.add(request_id)
+        before = set(self.running)
+        self.happen(self.session.receive([outputs(*items)]))
+        if not self.ready:  # one was aborted, so all are lost
+            self.left |= before
+
+    @rule()
+    def flush(self) -> None:
+        self.happen(self.session.flush())
+
+    @rule(data=st.data())
+    def late_output(self, data: st.DataObject) -> None:
+        """Send tokens for what nobody waits for any more."""
+        gone = sorted(self.finished | self.left)
+        if gone:
+            items = [(data.draw(st.sampled_from(gone)), [5], None)]
+            self.happen(self.session.receive([outputs(*items)]))
+
+    @precondition(lambda self: self.inboxes)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.inboxes)))
+        if request_id in self.running:
+            self.left.add(request_id)
+        self.happen(self.session.abort(request_id))
+
+    @rule(how=st.sampled_from(["drop", "sentinel", "silence", "garbage", "garbage"]))
+    def lose(self, how: str) -> None:
+        """Lose the session, or nearly."""
+        before, was_ready = set(self.running), self.ready
+        if how == "drop":
+            self.happen(self.session.reset("connection closed"))
+            assert not self.session.ready
+        elif how == "sentinel":
+            self.happen(self.session.receive([wire.ENGINE_CORE_DEAD]))
+        elif how == "silence":
+            self.happen(self.session.suspend("silence"))
+        else:
+            self.happen(self.session.receive([b"\xc1"]))
+        if was_ready and not self.ready:
+            self.left |= before
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not self.inboxes:
+            return
+        open_ids = {i for i, _ in self.inboxes.items() if i not in self.finished | self.left}
+        assert self.running.keys() == open_ids
+        assert self.session.in_flight == len(open_ids)
+        assert self.session.ready == self.ready
+
+    @invariant()
+    def every_request_ends_once_and_is_aborted_if_it_left(self) -> None:
+        for request_id, inbox in getattr(self, "inboxes", {}).items():
+            broken = any(13 in delta.ids for delta in inbox.deltas)
+            assert inbox.endings <= 1 + (broken and inbox.finishes)
+            if request_id in self.finished:
+                assert inbox.endings >= 1
+                assert self.aborts[request_id] == 0
+            else:
+                assert self.aborts[request_id] == (request_id in self.left)
+
+
+SessionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSession = SessionMachine.TestCase

@@ -1,0 +1,64 @@
+"""Who is chosen, and how ties and turns rotate."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smgd.core import EngineLoad, GenerationRequest, Sampling, Worker
+from smgd.errors import ConfigError
+from smgd.workers.policies import POLICIES, policy_for
+from tests.workers.fakes import FakeWorker
+
+
+def request(model: str = "m") -> GenerationRequest:
+    return GenerationRequest(id="r", model=model, prompt_ids=[1], sampling=Sampling(max_tokens=1))
+
+
+def picks(name: str, candidates: list[FakeWorker], count: int, model: str = "m") -> list[str]:
+    policy = policy_for(name)
+    return [policy.pick(candidates, request(model)).id for _ in range(count)]
+
+
+A, B, C = FakeWorker("a"), FakeWorker("b"), FakeWorker("c")
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_equal_workers_take_turns(name: str) -> None:
+    assert policy_for(name).name == name
+    assert picks(name, [A, B, C], 5) == ["a", "b", "c", "a", "b"]
+    assert picks(name, [B], 2) == ["b", "b"]
+
+
+def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="'best': choose one of least_load, round_robin"):
+        policy_for("best")
+
+
+def test_round_robin_counts_turns_per_model() -> None:
+    policy = policy_for("round_robin")
+    order = [policy.pick([A, B], request(model)).id for model in ("m", "n", "m", "n", "m")]
+    assert order == ["a", "a", "b", "b", "a"]
+
+
+def test_least_load_takes_the_lowest_score() -> None:
+    reported = FakeWorker("reported", load=EngineLoad(running=2))
+    in_flight = FakeWorker("in_flight", requests_active=3)
+    queued = FakeWorker("queued", load=EngineLoad(running=1, waiting=1, kv_usage=0.9))
+    assert picks("least_load", [reported, in_flight, queued], 3) == ["reported"] * 3
+    in_flight.requests_active = 1
+    assert picks("least_load", [reported, in_flight, queued], 2) == ["in_flight"] * 2
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=5), st.integers(1, 60))
+def test_least_load_evens_out_what_is_in_flight(active: list[int], requests: int) -> None:
+    workers = [FakeWorker(str(i), requests_active=n) for i, n in enumerate(active)]
+    policy = policy_for("least_load")
+    for _ in range(requests):
+        chosen: Worker = policy.pick(workers, request())
+        lowest = min(worker.requests_active for worker in workers)
+        assert chosen.requests_active == lowest
+        workers[int(chosen.id)].requests_active += 1
+        policy.started(chosen, request())
+    policy.ended(workers[0], request())
