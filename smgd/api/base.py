@@ -103,5 +103,6 @@ class Query(msgspec.Struct, frozen=True):
     """A route that answers by itself, without an engine, under one or more paths."""
 
     paths: tuple[str, ...]
+    endpoint: str
     decode: Callable[[bytes], tuple[Any, list[str]]]
     run: Callable[[Any, QueryContext], Awaitable[bytes]]

@@ -20,9 +20,8 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 
 
 class Conversation(Protocol):
-    """The fields from which a prompt is rendered."""
+    """The fields, besides the messages, from which a prompt is rendered."""
 
-    messages: list[dict[str, Any]]
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     add_special_tokens: bool | None
@@ -82,7 +81,7 @@ def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """Decode and check a body. Raises `ApiError` 400."""
     request, unknown = decode(_decoder, body, RULES)
     common.check(request)
-    check_conversation(request)
+    check_conversation(request.messages, request)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid_request(
             "top_logprobs_requires_logprobs",
@@ -92,9 +91,9 @@ def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     return request, unknown
 
 
-def check_conversation(request: Conversation) -> None:
+def check_conversation(messages: list[dict[str, Any]], request: Conversation) -> None:
     """Refuse what no template needs to be asked about. Raises `ApiError` 400."""
-    _check_messages(request.messages)
+    _check_messages(messages)
     if request.add_generation_prompt and request.continue_final_message:
         raise invalid_request(
             "mutually_exclusive_parameters",
@@ -139,7 +138,7 @@ def _check_content(content: object, where: str) -> None:
 
 async def plan_chat(request: ChatRequest, context: PlanContext) -> Plan:
     """Render the template, tokenize, apply defaults. Raises `ApiError` 400."""
-    prompt_ids = await prompt_of(request, context.model, context.stage)
+    prompt_ids = await prompt_of(request.messages, request, context.model, context.stage)
     requested, param = request.max_completion_tokens, "max_completion_tokens"
     if requested is None:
         requested, param = request.max_tokens, "max_tokens"
@@ -148,19 +147,21 @@ async def plan_chat(request: ChatRequest, context: PlanContext) -> Plan:
     tokens = common.max_tokens(requested, param, default, length, context, prompt="messages")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     common.check_logprobs(logprobs, "top_logprobs", context)
-    requests = common.sequences(request, context, prompt_ids, tokens, logprobs)
+    requests = common.sequences(request, context, [(prompt_ids, tokens)], logprobs)
     continued = bool(request.continue_final_message)
     return make_answer(FORMAT, request, context, requests, continues_prompt=continued)
 
 
-async def prompt_of(request: Conversation, model: Model, stage: TextStage) -> list[int]:
+async def prompt_of(
+    messages: list[dict[str, Any]], request: Conversation, model: Model, stage: TextStage
+) -> list[int]:
     """Return the token ids of a conversation. Raises `ApiError` 400 with the template's words."""
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     try:
         text = model.template.render(
-            request.messages,
+            messages,
             documents=request.documents,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),

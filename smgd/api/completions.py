@@ -12,14 +12,10 @@ from smgd.api.base import Plan, PlanContext, Surface
 from smgd.api.envelope import error_body, error_event
 from smgd.api.fields import FieldRules, decode
 from smgd.api.logprobs import CompletionLogprobs
-from smgd.core import GenerationRequest
 from smgd.errors import ApiError, invalid_request
 
 # vLLM's default for this surface; OpenAI's as well.
 DEFAULT_MAX_TOKENS = 16
-
-# Prompts of one request: each becomes sequences that an engine must hold.
-MAX_PROMPTS = 2048
 
 
 class CompletionRequest(common.GenerationParams, kw_only=True):
@@ -49,6 +45,13 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     request, unknown = decode(_decoder, body, RULES)
     common.check(request)
     request.prompt = read_prompts(request.prompt)
+    count, choices = len(request.prompt), request.n or 1
+    if count * choices > common.MAX_SEQUENCES:
+        text = (
+            f"{count} prompts with {choices} choices each are {count * choices} sequences; "
+            f"the maximum is {common.MAX_SEQUENCES}."
+        )
+        raise invalid_request("array_above_max_length", text, "prompt")
     return request, unknown
 
 
@@ -63,9 +66,6 @@ def read_prompts(prompt: Any) -> list[str | list[int]]:
         raise invalid_request("invalid_type", text, "prompt")
     if not prompts or "" in prompts or [] in prompts:
         raise _empty()
-    if len(prompts) > MAX_PROMPTS:
-        text = f"'prompt' has {len(prompts)} prompts; the maximum is {MAX_PROMPTS}."
-        raise invalid_request("array_above_max_length", text, "prompt")
     return prompts
 
 
@@ -82,13 +82,14 @@ def _empty() -> ApiError:
 async def plan_completion(request: CompletionRequest, context: PlanContext) -> Plan:
     """Tokenize what is text, apply defaults. Raises `ApiError` 400."""
     common.check_logprobs(request.logprobs, "logprobs", context)
-    requests: list[GenerationRequest] = []
+    prompts: list[tuple[list[int], int]] = []
     for prompt in request.prompt:
         ids = await _ids(prompt, request, context)
         tokens = common.max_tokens(
             request.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS, len(ids), context, prompt="prompt"
         )
-        requests += common.sequences(request, context, ids, tokens, request.logprobs)
+        prompts.append((ids, tokens))
+    requests = common.sequences(request, context, prompts, request.logprobs)
     return make_answer(FORMAT, request, context, requests, continues_prompt=True)
 
 

@@ -114,10 +114,17 @@ def _invalid(error: msgspec.ValidationError) -> ApiError:
     match = _PATH.match(str(error))
     text, path = (match["text"], match["path"] or None) if match else (str(error), None)
     missing = _MISSING.match(text)
+    if path and text.endswith("got `null`") and path.isidentifier():
+        # Null is absent; a field that may be absent takes it, so this one may not.
+        return _missing(path)
     if missing:
         name = f"{path}.{missing['name']}" if path else missing["name"]
-        return invalid_request(
-            "missing_required_parameter", f"Missing required parameter: '{name}'.", name
-        )
+        return _missing(name)
     where = f" for '{path}'" if path else ""
     return invalid_request("invalid_type", f"Invalid type{where}: {text}.", path)
+
+
+def _missing(name: str) -> ApiError:
+    return invalid_request(
+        "missing_required_parameter", f"Missing required parameter: '{name}'.", name
+    )

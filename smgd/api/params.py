@@ -6,6 +6,8 @@ Ranges are the guard's business (`engine/guard.py`): it is the last thing before
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from smgd.api.base import PlanContext
@@ -16,8 +18,15 @@ from smgd.text.model import Model
 # OpenAI allows 128 choices; every one is a sequence that an engine must hold.
 MAX_CHOICES = 128
 
-# Characters of all stop strings together: matching them costs some hundred bytes of memory each.
-MAX_STOP_CHARS = 65_536
+# Sequences of one request (prompts times choices): each is kept by an engine and by us.
+MAX_SEQUENCES = 2048
+
+# Characters of all stop strings together. Their automaton takes about 3 us and 350 bytes for each,
+# on the event loop.
+MAX_STOP_CHARS = 4096
+
+# No token is longer than this in the vocabularies that are in use; longer stops cannot be one.
+LONGEST_TOKEN_CHARS = 64
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -138,36 +147,38 @@ def check_logprobs(wanted: int | None, param: str, context: PlanContext) -> None
 def sequences(
     params: GenerationParams,
     context: PlanContext,
-    prompt_ids: list[int],
-    tokens: int,
+    prompts: Sequence[tuple[list[int], int]],
     logprobs: int | None,
 ) -> list[GenerationRequest]:
-    """Return one request per choice; an explicit seed becomes `seed + i` for choice i.
+    """Return one request for each choice of each prompt, a prompt's choices together.
 
-    `logprobs` is the number of alternatives to show for each token, None for none at all.
+    A prompt comes with its limit of new tokens. `logprobs` is the number of alternatives to show
+    for each token, None for none at all. An explicit seed becomes `seed + i` for choice i.
     """
     stop = stop_rules(params, context.model)
-    base = sampling(params, context.model, tokens, stop)
-    base.logprobs = logprobs
     output = OutputWishes(
         skip_special_tokens=params.skip_special_tokens is not False, logprobs=logprobs
     )
+    routing = RoutingHints(params.priority or 0, params.cache_salt)
     requests = []
-    for index in range(params.n or 1):
-        own = base
-        if index and base.seed is not None:
-            own = msgspec.structs.replace(base, seed=base.seed + index)
-        requests.append(
-            GenerationRequest(
-                id=context.ids.next(),
-                model=context.model.id,
-                prompt_ids=prompt_ids,
-                sampling=own,
-                stop=stop,
-                output=output,
-                routing=RoutingHints(params.priority or 0, params.cache_salt),
+    for prompt_ids, tokens in prompts:
+        base = sampling(params, context.model, tokens, stop)
+        base.logprobs = logprobs
+        for index in range(params.n or 1):
+            own = base
+            if index and base.seed is not None:
+                own = msgspec.structs.replace(base, seed=base.seed + index)
+            requests.append(
+                GenerationRequest(
+                    id=context.ids.next(),
+                    model=context.model.id,
+                    prompt_ids=prompt_ids,
+                    sampling=own,
+                    stop=stop,
+                    output=output,
+                    routing=routing,
+                )
             )
-        )
     return requests
 
 
@@ -179,11 +190,10 @@ def stop_rules(params: GenerationParams, model: Model) -> StopRules:
     """
     strings = stop_strings(params)
     single: dict[int, str] = {}
-    if not params.min_tokens:
-        for string in strings:
-            ids = model.tokenizer.encode(string)
-            if len(ids) == 1:
-                single[ids[0]] = string
+    if strings and not params.min_tokens:
+        short = [string for string in strings if len(string) <= LONGEST_TOKEN_CHARS]
+        encoded = zip(short, model.tokenizer.encode_all(short), strict=True)
+        single = {ids[0]: string for string, ids in encoded if len(ids) == 1}
     return StopRules(strings, bool(params.include_stop_str_in_output), single)
 
 

@@ -24,7 +24,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -53,22 +53,22 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 def decode_tokenize(body: bytes) -> tuple[TokenizeRequest, list[str]]:
     """Decode and check a body. Raises `ApiError` 400."""
     request, unknown = decode(_tokenize_decoder, body, _TOKENIZE_RULES)
-    if (request.prompt is None) == (not request.messages):
+    if (request.prompt is None) == (request.messages is None):
         text = "Give either 'prompt' or 'messages'."
         raise invalid_request("mutually_exclusive_parameters", text, "prompt")
-    if request.messages:
-        check_conversation(request)
+    if request.messages is not None:
+        check_conversation(request.messages, request)
     return request, unknown
 
 
 async def tokenize(request: TokenizeRequest, context: QueryContext) -> bytes:
     """Return the answer of POST /tokenize. Raises `ApiError` 400."""
     tokenizer = context.model.tokenizer
-    if request.prompt is None:
-        ids = await prompt_of(request, context.model, context.stage)
-    else:
+    if request.prompt is not None:
         special = request.add_special_tokens is not False
         ids = await context.stage.encode(tokenizer, request.prompt, add_special_tokens=special)
+    else:
+        ids = await prompt_of(request.messages or [], request, context.model, context.stage)
     return _json(
         {
             "count": len(ids),
@@ -105,6 +105,6 @@ async def detokenize(request: DetokenizeRequest, context: QueryContext) -> bytes
 
 
 QUERIES = (
-    Query(paths=("/tokenize", "/v1/tokenize"), decode=decode_tokenize, run=tokenize),
-    Query(paths=("/detokenize", "/v1/detokenize"), decode=decode_detokenize, run=detokenize),
+    Query(("/tokenize", "/v1/tokenize"), "tokenize", decode_tokenize, tokenize),
+    Query(("/detokenize", "/v1/detokenize"), "detokenize", decode_detokenize, detokenize),
 )

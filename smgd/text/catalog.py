@@ -16,18 +16,31 @@ class Catalog:
         self._models: dict[str, Model | ModelError | None] = {}
 
     def expect(self, model_id: str, aliases: Iterable[str] = ()) -> None:
-        """Announce a model before its files are loaded."""
+        """Announce a model before its files are loaded; its names are these from now on."""
         self._models.setdefault(model_id, None)
+        self._forget_names(model_id)
         for name in (model_id, *aliases):
             self._names[name] = model_id
+
+    def forget(self, model_id: str) -> None:
+        """Serve a model no more."""
+        self._models.pop(model_id, None)
+        self._forget_names(model_id)
+
+    def _forget_names(self, model_id: str) -> None:
+        self._names = {name: owner for name, owner in self._names.items() if owner != model_id}
 
     def loaded(self, model: Model) -> None:
         """Serve a model from now on."""
         self._models[model.id] = model
 
     def failed(self, model_id: str, error: ModelError) -> None:
-        """Note why a model cannot be served; a later `loaded` makes it good."""
-        self._models[model_id] = error
+        """Note why a model cannot be served; a later `loaded` makes it good.
+
+        One that is served goes on: it is its new files that could not be loaded.
+        """
+        if not isinstance(self._models[model_id], Model):
+            self._models[model_id] = error
 
     @property
     def ids(self) -> list[str]:
@@ -61,6 +74,16 @@ class Catalog:
         model = self._models[model_id]
         if isinstance(model, Model):
             return model
-        reason = f": {model}" if model is not None else " yet"
-        text = f"The tokenizer of model '{model_id}' is not loaded{reason}"
+        text = self.why_missing(model_id)
         raise ApiError(503, "tokenizer_not_found", text, retry_after=1) from model
+
+    def vocab_size(self, model_id: str) -> int | None:
+        """Return the size of a model's vocabulary, None while it is not loaded."""
+        model = self._models.get(model_id)
+        return model.files.vocab_size if isinstance(model, Model) else None
+
+    def why_missing(self, model_id: str) -> str:
+        """Say why a model that is not loaded is not."""
+        error = self._models[model_id]
+        reason = f": {error}" if error is not None else " yet"
+        return f"The tokenizer of model '{model_id}' is not loaded{reason}"

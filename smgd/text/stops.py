@@ -77,18 +77,9 @@ class Automaton:
         return child or 0
 
 
-@lru_cache(maxsize=32)
-def _shared(strings: tuple[str, ...]) -> Automaton:
-    return Automaton(strings)
-
-
-_SHARED_LENGTH = 1024  # longer sets are built for their request alone: they must not pile up
-
-
+@lru_cache(maxsize=16)
 def automaton(strings: tuple[str, ...]) -> Automaton:
-    """Return the automaton of some strings; clients tend to send the same few again and again."""
-    if sum(map(len, strings)) <= _SHARED_LENGTH:
-        return _shared(strings)
+    """Return the automaton of some strings; all choices of a request and many requests share it."""
     return Automaton(strings)
 
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from smgd.api.base import Plan
 from smgd.api.completions import (
-    MAX_PROMPTS,
     RULES,
     CompletionRequest,
     decode_completion,
     plan_completion,
     read_prompts,
 )
-from smgd.api.params import MAX_STOP_CHARS
+from smgd.api.params import MAX_SEQUENCES, MAX_STOP_CHARS
 from smgd.errors import ApiError
 from smgd.text.model import Model
+from smgd.text.stops import automaton
 from tests.api.support import Run, context, frames
 
 
@@ -70,7 +70,7 @@ async def test_the_four_forms_of_a_prompt(model: Model) -> None:
         ([1.5], "invalid_type"),
         ([None], "invalid_type"),
         ([[1, "a"]], "invalid_type"),
-        (["x"] * (MAX_PROMPTS + 1), "array_above_max_length"),
+        (["x"] * (MAX_SEQUENCES + 1), "array_above_max_length"),
     ],
 )
 def test_prompts_that_are_none(prompt: Any, code: str) -> None:
@@ -95,6 +95,13 @@ def status_of(value: Any) -> int:
 )
 def test_any_prompt_is_read_or_refused(value: Any) -> None:
     assert status_of(value) in (200, 400)
+
+
+async def test_all_sequences_share_one_set_of_stops(model: Model) -> None:
+    run = await plan(model, prompt=["a", "b"], n=2, stop=["x" * 500, "y" * 500, "z."])
+    first, *others = [request.stop for request in run.requests]
+    assert all(stop is first for stop in others)
+    assert automaton(first.strings) is automaton(others[0].strings)
 
 
 async def test_max_tokens_is_16_by_default_and_clamped_to_the_room(model: Model) -> None:
@@ -173,6 +180,7 @@ async def test_a_stream_has_no_role_and_one_finish(model: Model) -> None:
         ({"logprobs": True}, "invalid_type", "logprobs"),
         ({"stop": ["a" * (MAX_STOP_CHARS + 1)]}, "string_above_max_length", "stop"),
         ({"n": 2, "temperature": 0}, "invalid_value", "n"),
+        ({"n": 2, "prompt": ["x"] * (MAX_SEQUENCES // 2 + 1)}, "array_above_max_length", "prompt"),
     ],
 )
 def test_refusals(fields: dict[str, Any], code: str, param: str) -> None:

@@ -83,6 +83,7 @@ def test_a_body_that_is_no_json(body: bytes) -> None:
     ("body", "code", "param"),
     [
         (b"{}", "missing_required_parameter", "prompt"),
+        (b'{"prompt": null}', "missing_required_parameter", "prompt"),
         (b'{"prompt": 1}', "invalid_type", "prompt"),
         (b'{"prompt": "x", "top_k": "3"}', "invalid_type", "top_k"),
         (b'{"prompt": "x", "top_k": true}', "invalid_type", "top_k"),

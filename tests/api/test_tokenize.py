@@ -15,9 +15,9 @@ from smgd.text.stage import DECODE_SLICE, TextStage
 from tests.api.test_chat import HELLO
 
 
-async def ask_tokens(model: Model, **fields: Any) -> Any:
+async def ask_tokens(loaded: Model, /, **fields: Any) -> Any:
     request, _ = decode_tokenize(msgspec.json.encode(fields))
-    context = QueryContext(model, 100, TextStage())
+    context = QueryContext(loaded, 100, TextStage())
     return msgspec.json.decode(await tokenize(request, context))
 
 
@@ -78,7 +78,18 @@ async def test_ids_outside_the_vocabulary_are_refused(model: Model, token: int) 
     assert (e.value.status, e.value.param) == (400, "tokens")
 
 
-@pytest.mark.parametrize("fields", [{}, {"prompt": "x", "messages": HELLO}, {"messages": []}])
+async def test_null_is_absent(model: Model) -> None:
+    assert (await ask_tokens(model, prompt="x", messages=None, model=None))["count"] == 1
+    assert (await ask_tokens(model, messages=HELLO, prompt=None))["count"] > 1
+
+
+def test_an_empty_conversation_is_refused() -> None:
+    with pytest.raises(ApiError, match="empty array") as caught:
+        decode_tokenize(b'{"messages": []}')
+    assert caught.value.code == "empty_array"
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "x", "messages": HELLO}, {"prompt": None}])
 def test_one_of_prompt_and_messages(fields: Any) -> None:
     with pytest.raises(ApiError, match="Give either 'prompt' or 'messages'"):
         decode_tokenize(msgspec.json.encode(fields))
