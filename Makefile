@@ -48,5 +48,11 @@ engine: ## Build the real engine's environment (vLLM on the CPU) and its small m
 engine-test: $(READY) ## Run the tests against the real engine (after `make engine`)
 	$(BIN)/pytest tests/engine $(ARGS)
 
+bench: $(READY) ## Measure smgd beside smg 1.13 (half an hour or more; needs wrk; see docs/performance.md)
+	$(BIN)/python -m tests.bench $(ARGS)
+
+bench-quick: $(READY) ## The same for the cells with a target, in less than three minutes
+	$(BIN)/python -m tests.bench --quick $(ARGS)
+
 clean: ## Remove the environment and caches of the checkout
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info .coverage*

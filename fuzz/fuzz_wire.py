@@ -76,7 +76,7 @@ def check(data: bytes) -> None:
                 if session.abort(request_id):
                     aborted.add(request_id)
             case _:
-                session.suspend("a step of the input")
+                session.lose("a step of the input")
         session.flush()
         ended = {
             request_id: call.endings + (request_id in aborted) for request_id, call in calls.items()

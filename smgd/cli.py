@@ -1,8 +1,8 @@
-"""The command line: `smgd launch|run|check-config|demo`.
+"""The command line: `smgd launch|run|serve|check-config|demo`.
 
 Flags and their help are made from `FLAGS` and the configuration's keys, so that a flag cannot mean,
-default to or allow anything else than its key. Only `launch`, `run` and `demo` import the daemon,
-and only when they run: help, version and `check-config` answer at once and need no engine.
+default to or allow anything else than its key. Only `launch`, `run`, `serve` and `demo` import the
+daemon, and only when they run: help, version and `check-config` answer at once and need no engine.
 
 Exit codes: 0 stopped or fine, 1 failed (or `check-config` found a mistake), 2 wrong usage, which
 includes a configuration that cannot be used.
@@ -24,12 +24,15 @@ from msgspec import UNSET
 
 from smgd import __version__
 from smgd.config import Config, load
-from smgd.config.keys import FLAGS, Key, all_keys, toml
+from smgd.config.keys import FLAGS, SERVE_FLAGS, Key, all_keys, toml
 from smgd.errors import ConfigError, WorkerError
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
+
+BUILTIN_MODEL: Final = "smgd-sim"
+_MODEL_PATH: Final = FLAGS["--model-path"]
 
 _EXAMPLES: Final = """\
 examples:
@@ -37,6 +40,8 @@ examples:
       start smgd with a simulated engine and stream an answer: no GPU, no download
   smgd launch --worker-urls ipc:///tmp/smg-zmq/engine-0 --model-path Qwen/Qwen3-8B
       serve one vLLM engine; the log says which address the engine has to dial
+  smgd serve --model Qwen/Qwen3-8B --max-model-len 16384
+      start a vLLM engine and the daemon in front of it
   smgd launch --config smgd.toml --port 8000
       the same from a file, with one key replaced
   smgd check-config smgd.toml && smgd run --config smgd.toml
@@ -51,6 +56,15 @@ start the engine for ipc:///tmp/smg-zmq/engine-0 with:
 (the port follows from the path; smgd logs it when it binds)
 
 All keys, also those without a flag: docs/configuration.md.
+"""
+
+_SERVE: Final = """\
+every other flag goes to the engine (--tensor-parallel-size 2), and so does all that stands behind
+a lone --, such as a flag that has a meaning here, too:
+  smgd serve --model Qwen/Qwen3-8B --max-model-len 16384 -- --served-model-name x
+
+--router-FLAG means --FLAG, as in command lines of smg. The engine has to be installed where
+--engine-python says. Several kinds of engines: [[engines]] in a file. More: docs/serve.md.
 """
 
 
@@ -68,10 +82,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line: `command` is to be run, flags that were given are under their keys."""
     parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
+    own, for_engine = _split(argv)
+    args, unknown = parser.parse_known_args(own)
+    if args.command is _serve_engines and (not unknown or unknown[0].startswith("-")):
+        _take_engine_arguments(args, (*unknown, *for_engine))
+    elif unknown:
         args.parser.error(_unknown(unknown[0], args.parser.format_usage()))
     return args
+
+
+def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the arguments of `serve` before and behind `--`, which is no more than a mark."""
+    if "--" not in argv or argv[0] != "serve":
+        return argv, ()
+    end = argv.index("--")
+    return argv[:end], argv[end + 1 :]
+
+
+def _take_engine_arguments(args: argparse.Namespace, engine: tuple[str, ...]) -> None:
+    """Add to the flags of `serve` what they say about an engine without naming a key."""
+    values = vars(args)
+    if engine or args.config is None:  # without a file there is one engine, whatever is said of it
+        values["engines.args"] = engine
+    if values.get("engines.backend") == "sim" and args.config is None and _MODEL_PATH not in values:
+        values.setdefault("engines.model_path", BUILTIN_MODEL)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -86,7 +120,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     launch = _command(commands, "launch", _serve, "run the daemon as flags say", _LAUNCH)
     launch.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
-    _add_flags(launch)
+    _add_flags(launch, FLAGS)
+
+    serve = _command(commands, "serve", _serve_engines, "start engines, and the daemon", _SERVE)
+    serve.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    serve.add_argument("--connection-mode", choices=["zmq"], help="how engines are spoken to")
+    _add_flags(serve, SERVE_FLAGS)
+    _add_spellings(serve)
 
     run = _command(commands, "run", _serve, "run the daemon as a configuration file says")
     run.add_argument("--config", type=Path, metavar="FILE", required=True, help="TOML file")
@@ -104,7 +144,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def configuration(args: argparse.Namespace) -> Config:
     """Return what the file and the flags of a command line say; ConfigError if it cannot be."""
-    flags = {name: value for name, value in vars(args).items() if name in FLAGS.values()}
+    keys = all_keys()
+    flags = {name: value for name, value in vars(args).items() if name in keys}
     config = load(args.config, flags)
     _check_addresses(config)
     return config
@@ -116,11 +157,13 @@ def _check_addresses(config: Config) -> None:
     Not a part of reading: the rules of the addresses belong to the engine side.
     """
     from smgd.engine.paths import check_collisions, derive
+    from smgd.launch.plan import Host, plan
 
+    workers = (*config.workers, *plan(config, Host.here()).workers)
     hosts = (config.server.host, config.server.port), (config.metrics_host, config.metrics.port)
     try:
         check_collisions(
-            [derive(worker.url, worker.zmq_handshake_address or None) for worker in config.workers],
+            [derive(worker.url, worker.zmq_handshake_address or None) for worker in workers],
             own=[f"{host}:{port}" for host, port in hosts],
         )
     except WorkerError as exc:
@@ -131,7 +174,21 @@ def _serve(args: argparse.Namespace) -> int:
     config = configuration(args)
     from smgd.daemon import main_run
 
-    return main_run(config)
+    return main_run(config, _reread(args))
+
+
+def _reread(args: argparse.Namespace) -> Callable[[], Config] | None:
+    """Return what reads the configuration again; None without a file, since flags do not change."""
+    return partial(configuration, args) if args.config else None
+
+
+def _serve_engines(args: argparse.Namespace) -> int:
+    config = configuration(args)
+    if not config.engines:
+        raise ConfigError(f"{args.config}: there is no [[engines]], so there is nothing to start")
+    from smgd.daemon import main_run
+
+    return main_run(config, _reread(args))
 
 
 def _check_config(args: argparse.Namespace) -> int:
@@ -191,14 +248,16 @@ _SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "--worker-urls": {"nargs": "+", "action": "extend"},
     "--served-model-name": {"nargs": "+"},
     "--log-json": {"nargs": "?", "const": True},
+    "--keep-engines": {"nargs": "?", "const": True},
+    "--remove-unhealthy-workers": {"nargs": "?", "const": True},
 }
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of `FLAGS`; only those given are in the namespace, under their key's path."""
+def _add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
+    """Add flags, each with its key; only those given are in the namespace, under the key's path."""
     keys = all_keys()
     groups: dict[str, Any] = {}
-    for flag, path in FLAGS.items():
+    for flag, path in flags.items():
         key, table = keys[path], path.partition(".")[0]
         if table not in groups:
             groups[table] = parser.add_argument_group(f"[{table}]")
@@ -209,6 +268,22 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             type=partial(_value, key),
             default=argparse.SUPPRESS,
             help=flag_help(key),
+            **_SHAPES.get(flag, {}),
+        )
+
+
+def _add_spellings(parser: argparse.ArgumentParser) -> None:
+    """Add, unseen, what command lines of smg call the flags of `serve`."""
+    keys = all_keys()
+    spellings = {f"--router-{flag[2:]}": flag for flag in SERVE_FLAGS if flag in FLAGS}
+    spellings["--dp-size"] = "--data-parallel-size"
+    for spelling, flag in spellings.items():
+        parser.add_argument(
+            spelling,
+            dest=SERVE_FLAGS[flag],
+            type=partial(_value, keys[SERVE_FLAGS[flag]]),
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
             **_SHAPES.get(flag, {}),
         )
 

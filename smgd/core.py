@@ -177,6 +177,18 @@ class EngineLoad(msgspec.Struct, frozen=True):
     kv_usage: float = 0.0
 
 
+class EngineCounts(msgspec.Struct):
+    """What has happened between a worker and its engines since the worker was added.
+
+    `aborts` are requests that engines were told to abort, `adoptions` engines that were found again
+    after a restart of ours, `losses` those that were lost while they took requests.
+    """
+
+    aborts: int = 0
+    adoptions: int = 0
+    losses: int = 0
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine said of itself when it registered. `max_model_len` is in tokens."""
 
@@ -349,6 +361,16 @@ class Worker(Protocol):
         ...
 
     @property
+    def usable(self) -> list[int]:
+        """The ranks of the engines that take requests."""
+        ...
+
+    @property
+    def counts(self) -> EngineCounts:
+        """What has happened between worker and engines."""
+        ...
+
+    @property
     def info(self) -> EngineInfo | None:
         """What the engine said at registration; None until then."""
         ...
@@ -356,6 +378,10 @@ class Worker(Protocol):
     @property
     def requests_active(self) -> int:
         """Requests of ours that are in flight on this worker."""
+        ...
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise the `ApiError` (400) with which `submit_nowait` would refuse a request."""
         ...
 
     def submit_nowait(self, request: GenerationRequest, receiver: Receiver) -> None:

@@ -2,23 +2,27 @@
 
     root nursery
     ├─ signals
-    ├─ model loaders    one a model, until it is loaded
-    ├─ workers          one `ZmqWorker.run` each: it owns its sockets for the worker's life
+    ├─ watchdog         of systemd: it measures this event loop
+    ├─ admin socket
+    ├─ loader           a task a model, until it is loaded
+    ├─ fleet            a task a worker, for the worker's life: it owns its sockets
+    ├─ engines          one `ManagedEngine.run` for each engine that we start ourselves
     ├─ metrics port
     └─ HTTP port        accept ⊂ connections ⊂ one scope a request
 
-Stop order: readiness says "draining" while everything is still accepted for a short window, so that
-balancers can turn away; then no connection is accepted and running requests have the grace time;
-then they are cancelled, which aborts them on their engines; then the workers close their sockets.
+Stop order: systemd is told; readiness says "draining" while everything is still accepted for a
+short window, so that balancers can turn away; then no connection is accepted and running requests
+have the grace time; then they are failed, which tells their clients and aborts them on their
+engines; then the engines that are ours end, and the workers close their sockets.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 import structlog
@@ -26,52 +30,62 @@ import trio
 from msgspec import structs
 
 from smgd import log as logging
-from smgd.config import Config, ModelConfig, WorkerConfig
+from smgd.admin import server as admin
+from smgd.admin.commands import Commands, Control
+from smgd.config import Config, TlsConfig
 from smgd.core import RequestIds
-from smgd.dispatch import Dispatcher
-from smgd.engine.dialects import dialect_for
-from smgd.engine.link import LinkSettings
-from smgd.engine.paths import Addresses, derive
-from smgd.engine.transport import WorkerSockets
-from smgd.engine.zmqio import ZmqContext
-from smgd.errors import ConfigError, ModelError, SmgdError
+from smgd.dispatch import Dispatcher, Migration
+from smgd.errors import ConfigError, SmgdError, shutting_down
+from smgd.launch.plan import Host, plan
+from smgd.launch.supervisor import supervisor_of
 from smgd.metrics import Metrics
+from smgd.reload import Parts, differences, fleet_settings, reload, sources_of, spec_in
+from smgd.systemd import Role, ServiceManager, take
 from smgd.text.catalog import Catalog
-from smgd.text.model import load_model, model_id
+from smgd.text.loader import ModelLoader
 from smgd.text.stage import TextStage
 from smgd.web.app import make_app, make_metrics_app
 from smgd.web.exchange import Dispatcher as HttpDispatcher
 from smgd.web.hot import handlers
 from smgd.web.server import ServerSettings, open_listeners, serve
 from smgd.web.service import Service
+from smgd.workers.fleet import Fleet
 from smgd.workers.policies import policy_for
 from smgd.workers.registry import Registry
-from smgd.workers.zmq import ZmqWorker, binder
 
 log = structlog.get_logger("smgd")
-
-Bind = Callable[[Addresses], WorkerSockets]
-
-# A model that cannot be loaded (hub not reachable, files not there yet) is tried again.
-MODEL_RETRY_SECONDS = 30.0
 
 # Young garbage is frequent and cheap to look at; a full collection stops every stream. Set after
 # start-up, when what lives for ever is frozen out of the collector's sight.
 GC_THRESHOLDS = (50_000, 20, 100)
 
 
+# From the last deadline of a stop to the end of the process.
+STOP_MARGIN_SECONDS = 10.0
+
+# What a request that has to end at a stop gets to tell its client so.
+FAREWELL_SECONDS = 1.0
+
+NO_MANAGER = ServiceManager()
+
+Reread = Callable[[], Config]
+
+
 class Ports(msgspec.Struct, frozen=True):
-    """The ports that were bound, for who asked for port 0."""
+    """The ports that were bound, for who asked for port 0; 0 for a Unix socket."""
 
     http: int
     metrics: int
 
 
-def main_run(config: Config) -> int:
-    """Run the daemon until it is told to stop; return the exit code. Raises `ConfigError`."""
+def main_run(config: Config, reread: Reread | None = None) -> int:
+    """Run the daemon until it is told to stop; return the exit code. Raises `ConfigError`.
+
+    `reread` reads the configuration again, for SIGHUP.
+    """
     logging.configure(config.log.level, config.log.json)
     try:
-        trio.run(_main, Daemon(config))
+        trio.run(_main, Daemon(config, take(os.environ, os.getpid()), reread))
     except BaseExceptionGroup as group:
         error = _first(group)
         if isinstance(error, ConfigError):
@@ -99,34 +113,61 @@ async def _main(daemon: Daemon) -> None:
 
 
 class Daemon:
-    """One daemon: built from a configuration, alive while `run` is."""
+    """One daemon: built from a configuration, alive while `run` is.
 
-    def __init__(self, config: Config) -> None:
+    `manager` is the service manager that has started it; `reread` reads the configuration again,
+    or raises `ConfigError`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manager: ServiceManager = NO_MANAGER,
+        reread: Reread | None = None,
+    ) -> None:
         self.config = config
+        self.manager = manager
+        self._reread = reread
         self.metrics = Metrics()
         self.catalog = Catalog()
         self.registry = Registry()
         self.ids = RequestIds()
+        self._started = trio.Event()
         self._stopping = trio.Event()
+        stage = TextStage(
+            config.limits.tokenizer_inline_chars,
+            trio.CapacityLimiter(config.limits.tokenizer_threads),
+        )
+        self.loader = ModelLoader(self.catalog, stage)
+        self.loader.on_loaded(lambda _: self._status_changed())
+        self.fleet = Fleet(
+            self.registry, self.catalog, self.loader, self.ids, fleet_settings(config), time.time
+        )
         self.service = Service(
             catalog=self.catalog,
             registry=self.registry,
+            fleet=self.fleet,
             dispatcher=Dispatcher(
-                self.registry.candidates, policy_for(config.routing.policy), self.ids
+                self.registry.candidates,
+                policy_for(config.routing.policy),
+                self.ids,
+                migration=Migration(config.routing.migration, config.routing.max_migrations),
+                on_migration=self._migrated,
             ),
-            stage=TextStage(
-                config.limits.tokenizer_inline_chars,
-                trio.CapacityLimiter(config.limits.tokenizer_threads),
-            ),
+            stage=stage,
             metrics=self.metrics,
             ids=self.ids,
             wall_clock=time.time,
             started_at=int(time.time()),
             sse_keepalive=config.server.sse_keepalive,
+            body_timeout=config.server.body_timeout,
             max_payload_size=config.server.max_payload_size,
             max_logprobs=config.limits.max_logprobs,
         )
         self.metrics.watch_workers(self.registry.samples)
+        self._plan = plan(config, Host.here())
+        self.engines = supervisor_of(self._plan, config.launch)
+        self.registry.on_change(self.engines.worker_changed)
 
     async def run(self, *, task_status: trio.TaskStatus[Ports] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until a signal or `drain`; started with the ports that were bound.
@@ -135,21 +176,29 @@ class Daemon:
         whose sockets cannot be bound.
         """
         config = self.config
-        http = await self._listen(config.server.host, config.server.port)
-        metrics = await self._listen(config.metrics_host, config.metrics.port)
-        with ZmqContext() as context:
-            async with trio.open_nursery() as root:
-                await root.start(self._signals)
-                self._start_models(root)
-                for worker in config.workers:
-                    await root.start(self._add_worker(worker, binder(context)).run)
-                # Scraped to the last: it ends with the root, not with the HTTP port.
-                await root.start(self._serve, make_metrics_app(self.metrics), metrics, trio.Event())
-                ports = Ports(_port(http), _port(metrics))
-                log.info("smgd listening", host=config.server.host, **structs.asdict(ports))
-                task_status.started(ports)
-                await self._serve(self._http_app(), http, self._stopping)
-                root.cancel_scope.cancel(reason="the daemon stops")
+        http = await self._listen("http", config.server.host, config.server.port)
+        metrics = await self._listen("metrics", config.metrics_host, config.metrics.port)
+        async with trio.open_nursery() as root:
+            await root.start(self._signals)
+            root.start_soon(self.manager.feed_watchdog)
+            await root.start(self.loader.run)
+            await root.start(self.fleet.run)
+            await root.start(self._serve_admin, root, http, metrics)
+            for source in sources_of(config):
+                self.loader.add(source)
+            for worker in (*config.workers, *self._plan.workers):
+                await self.fleet.start(spec_in(config, worker))
+            root.start_soon(self.engines.run)
+            await root.start(self._serve_metrics, metrics)
+            ports = Ports(_port(http), _port(metrics))
+            log.info("smgd listening", host=config.server.host, **structs.asdict(ports))
+            task_status.started(ports)
+            self._started.set()
+            self.manager.notifier.ready(self.status_line())
+            self.registry.on_change(lambda _: self._status_changed())
+            await self._serve_http(http)
+            await self.engines.stop()
+            root.cancel_scope.cancel(reason="the daemon stops")
         log.info("smgd stopped")
 
     async def drain(self) -> None:
@@ -157,68 +206,50 @@ class Daemon:
         if self.service.draining:
             return
         self.service.draining = True
+        self.manager.notifier.stopping(self.status_line(), self._longest_stop())
         log.info("draining", window=self.config.server.drain_window)
         await trio.sleep(self.config.server.drain_window)
         self._stopping.set()
 
-    # ------------------------------------------------------------------------------- models
+    def reload(self) -> list[str]:
+        """Read the configuration again, and change what can be changed while serving.
 
-    def _start_models(self, nursery: trio.Nursery) -> None:
-        for name, model in self.config.models.items():
-            path = self.config.model_path(name)
-            served = name if model.path else model_id(path)
-            self.catalog.expect(served, (name, *model.aliases))
-            nursery.start_soon(self._load_model, served, path, model)
+        Returns the keys that cannot. Raises `ConfigError`; nothing has changed then.
+        """
+        if self._reread is None:
+            raise ConfigError("there is no configuration file to read again")
+        wanted = self._reread()
+        self.manager.notifier.reloading()
+        parts = Parts(self.service, self.fleet, self.loader)
+        self.config = reload(self.config, wanted, parts)
+        self.manager.notifier.ready(self.status_line())
+        return [f"{table}.{name}" for table, name in differences(self.config, wanted)]
 
-    async def _load_model(self, served: str, path: str, model: ModelConfig) -> None:
-        load = partial(
-            load_model,
-            path,
-            tokenizer_path=model.tokenizer_path or None,
-            chat_template=model.chat_template or None,
-            served_model_name=served,
-            aliases=model.aliases,
-        )
-        while True:
-            try:
-                loaded = await self.service.stage.load(load)
-            except ModelError as error:
-                self.catalog.failed(served, error)
-                log.error("model not loaded; will retry", model=served, reason=str(error))  # noqa: TRY400
-                await trio.sleep(MODEL_RETRY_SECONDS)
-            else:
-                break
-        for worker in self.registry.of_model(served):
-            if isinstance(worker, ZmqWorker):
-                worker.vocab_size = loaded.files.vocab_size
-        self.catalog.loaded(loaded)
-        log.info("model loaded", model=served, path=path, eos=loaded.files.eos_token_ids)
+    async def _reload_once_started(self) -> None:
+        await self._started.wait()
+        try:
+            self.reload()
+        except ConfigError as error:
+            log.error("configuration not reloaded, nothing has changed", reason=str(error))  # noqa: TRY400
 
-    # ------------------------------------------------------------------------------ workers
+    def status_line(self) -> str:
+        """Return how the daemon is, in the one line that `systemctl status` shows."""
+        registry = self.registry
+        line = "draining" if self.service.draining else "serving"
+        line += f", {registry.ready_count()}/{len(registry.workers)} workers ready"
+        missing = ", ".join(self.catalog.missing)
+        return f"{line}, tokenizer not loaded: {missing}" if missing else line
 
-    def _add_worker(self, config: WorkerConfig, bind: Bind) -> ZmqWorker:
-        timeouts = self.config.timeouts
-        worker = ZmqWorker(
-            derive(config.url, config.zmq_handshake_address or None),
-            self.catalog.resolve(self.config.model_of(config)),
-            dialect_for(config.runtime_type, config.url),
-            self.ids,
-            bind,
-            engines=config.engine_count,
-            max_logprobs=self.config.limits.max_logprobs,
-            settings=LinkSettings(
-                startup_timeout=timeouts.zmq_startup,
-                send_timeout=timeouts.send,
-                silence_timeout=timeouts.silence,
-            ),
-            on_change=self._worker_changed,
-        )
-        self.registry.add(worker)
-        return worker
+    def _longest_stop(self) -> float:
+        """Return how many seconds a stop takes at most."""
+        server, launch = self.config.server, self.config.launch
+        return server.drain_window + server.shutdown_grace + launch.stop_grace + STOP_MARGIN_SECONDS
 
-    def _worker_changed(self, worker: ZmqWorker) -> None:
-        log.info("worker state", worker=worker.url, model=worker.model_id, state=worker.state)
-        self.registry.changed(worker)
+    def _status_changed(self) -> None:
+        self.manager.notifier.status(self.status_line())
+
+    def _migrated(self, model: str, result: str) -> None:
+        self.metrics.migrations.labels(model, result).inc()
 
     # --------------------------------------------------------------------------------- HTTP
 
@@ -227,48 +258,117 @@ class Daemon:
         fallback = make_app(self.service, frozenset(path for _, path in hot))
         return HttpDispatcher(hot, fallback)
 
-    async def _listen(self, host: str, port: int) -> list[trio.SocketListener]:
+    async def _listen(self, role: Role, host: str, port: int) -> list[trio.SocketListener]:
+        if inherited := self.manager.listeners(role):
+            return inherited
         try:
             return await open_listeners(host, port, self.config.server.backlog)
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
 
-    async def _serve(
+    def _server_settings(self, tls: TlsConfig) -> ServerSettings:
+        server = self.config.server
+        return ServerSettings(
+            backlog=server.backlog,
+            http_path=server.http_path,
+            header_timeout=server.header_timeout,
+            body_timeout=server.body_timeout,
+            keep_alive_timeout=server.keep_alive_timeout,
+            write_timeout=server.write_timeout,
+            # Requests are told at the end of the grace time; then this cuts whoever does not read.
+            shutdown_grace=server.shutdown_grace + FAREWELL_SECONDS,
+            tls_cert_path=tls.cert_path or None,
+            tls_key_path=tls.key_path or None,
+        )
+
+    async def _serve_http(self, listeners: list[trio.SocketListener]) -> None:
+        settings = self._server_settings(self.config.tls)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._end_grace)
+            await serve(self._http_app(), listeners, settings, stopping=self._stopping)
+            nursery.cancel_scope.cancel(reason="no request is left")
+
+    async def _end_grace(self) -> None:
+        """Tell the clients of what still runs when the grace time is over."""
+        await self._stopping.wait()
+        await trio.sleep(self.config.server.shutdown_grace)
+        for running in list(self.service.running.values()):
+            running.generation.fail(shutting_down())
+
+    async def _serve_metrics(
         self,
-        app: HttpDispatcher,
         listeners: list[trio.SocketListener],
-        stopping: trio.Event,
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        server = self.config.server
-        settings = ServerSettings(
-            backlog=server.backlog,
-            header_timeout=server.header_timeout,
-            keep_alive_timeout=server.keep_alive_timeout,
-            write_timeout=server.write_timeout,
-            shutdown_grace=server.shutdown_grace,
+        """Serve the metrics port to the last: it ends with the root, not with the HTTP port."""
+        app, settings = make_metrics_app(self.metrics), self._server_settings(TlsConfig())
+        await serve(app, listeners, settings, stopping=trio.Event(), task_status=task_status)
+
+    # -------------------------------------------------------------------------------- admin
+
+    async def _serve_admin(
+        self,
+        root: trio.Nursery,
+        http: list[trio.SocketListener],
+        metrics: list[trio.SocketListener],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Answer smgctl to the last."""
+        commands = Commands(
+            Control(
+                service=self.service,
+                loader=self.loader,
+                config=lambda: self.config,
+                drain=lambda: root.start_soon(self.drain),
+                reload=self.reload,
+                listen=[
+                    *(f"http {_address(listener)}" for listener in http),
+                    *(f"metrics {_address(listener)}" for listener in metrics),
+                ],
+            )
         )
-        await serve(app, listeners, settings, stopping=stopping, task_status=task_status)
+        inherited = self.manager.listeners("admin")
+        path = admin.socket_path(self.config.admin, os.environ)
+        with admin.opened(self.config.admin, path, inherited) as listeners:
+            await admin.serve(listeners, commands.run, task_status=task_status)
 
     # ------------------------------------------------------------------------------ signals
 
     async def _signals(
         self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Drain at the first TERM or INT; a second one is for people who do not want to wait."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        """Reload at HUP; drain at the first TERM or INT.
+
+        A second one is for people who do not want to wait.
+        """
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        with trio.open_signal_receiver(*handled) as signals:
             task_status.started()
+            told = False
             async with trio.open_nursery() as nursery:
                 async for number in signals:
-                    if self.service.draining:
+                    if number == signal.SIGHUP:
+                        nursery.start_soon(self._reload_once_started)
+                    elif told:
                         raise SmgdError(
                             f"stopped at once by a second {signal.Signals(number).name}"
                         )
-                    nursery.start_soon(self.drain)
+                    else:
+                        told = True
+                        nursery.start_soon(self.drain)
+
+
+def _address(listener: trio.SocketListener) -> str:
+    address = listener.socket.getsockname()
+    if not isinstance(address, tuple):
+        return f"unix:{address}"
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"{host}:{address[1]}"
 
 
 def _port(listeners: list[trio.SocketListener]) -> int:
-    port: int = listeners[0].socket.getsockname()[1]
-    return port
+    address = listeners[0].socket.getsockname()
+    return int(address[1]) if isinstance(address, tuple) else 0

@@ -67,8 +67,11 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 def _commands(directory: Path, port: int) -> list[list[str]]:
     """Return the command lines of the engine and of the daemon, which is stopped first."""
     path = str(directory / "engine-0")
+    config = directory / "smgd.toml"
+    config.write_text("[server]\ndrain_window = 0\n")  # no balancer has to turn away first
     daemon = [
-        *("launch", "--worker-urls", f"ipc://{path}", "--model-path", "smgd-sim"),
+        *("launch", "--config", str(config)),
+        *("--worker-urls", f"ipc://{path}", "--model-path", "smgd-sim"),
         *("--host", HOST, "--port", str(port), "--prometheus-port", "0", "--log-level", "warn"),
     ]
     engine = [

@@ -101,7 +101,10 @@ class Sequence:
             self._first(delta)
         self.ids.extend(delta.ids)
         if delta.logprobs is not None:
-            self._logprobs = (self._logprobs or []) + delta.logprobs
+            if self._logprobs is None:
+                self._logprobs = delta.logprobs
+            else:
+                self._logprobs += delta.logprobs
         if delta.finish is not None:
             self._finished(delta)
 
@@ -193,6 +196,8 @@ class Generation:
     async def __aenter__(self) -> Generation:
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
+            if len(self.sequences) > 1:
+                self._dispatcher.check([sequence.request for sequence in self.sequences])
             for sequence in self.sequences:
                 self._dispatcher.start(sequence)
         except BaseException:
@@ -309,19 +314,25 @@ class Dispatcher:
         """
         return Generation(self, requests)
 
+    def check(self, requests: Seq[GenerationRequest]) -> None:
+        """Raise what a worker's guard says of any of them, before the first is sent."""
+        for request in requests:
+            for worker in self._candidates(request.model)[:1]:
+                worker.check(request)
+
     def start(self, sequence: Sequence) -> None:
         """Choose a worker and submit. Raises `ApiError`."""
         self._submit(sequence, sequence.request, list(self._candidates(sequence.request.model)))
 
     def migrate(self, sequence: Sequence, error: EngineLostError) -> EngineLostError | None:
-        """Continue a sequence on another worker, or return the loss with why it has to fail."""
+        """Continue a sequence on another engine, or return the loss with why it has to fail."""
         request = sequence.request
         reason = self._stays(sequence)
-        others = [w for w in self._candidates(request.model) if w is not sequence.worker]
-        if reason is None and not others:
+        ready = [w for w in self._candidates(request.model) if _has_another(w, sequence)]
+        if reason is None and not ready:
             reason = "no other worker of the model is ready"
         if reason is None:
-            reason = self._go_on(sequence, others)
+            reason = self._go_on(sequence, ready)
         self._on_migration(request.model, "migrated" if reason is None else "failed")
         if reason is None:
             log.info(
@@ -340,15 +351,15 @@ class Dispatcher:
             return f"the request has moved {sequence.migrations} times already"
         return refusal(sequence.request, len(sequence.ids), self._migration.mode)
 
-    def _go_on(self, sequence: Sequence, others: list[Worker]) -> str | None:
+    def _go_on(self, sequence: Sequence, ready: list[Worker]) -> str | None:
         request = sequence.request
-        if _is_full(request, len(sequence.ids), others):
+        if _is_full(request, len(sequence.ids), ready):
             sequence.full()
             return None
         sequence.migrations += 1
         try:
             going_on = continuation(request, sequence.ids, self._ids.next())
-            self._submit(sequence, going_on, others)
+            self._submit(sequence, going_on, ready)
         except ApiError as refused:
             return refused.message
         return None
@@ -370,6 +381,11 @@ class Dispatcher:
             self.policy.started(worker, request)
             return
         raise no_available_workers(request.model) from lost
+
+
+def _has_another(worker: Worker, sequence: Sequence) -> bool:
+    """Tell whether a worker has an engine that a sequence was not on; a ready one uses no other."""
+    return worker is not sequence.worker or len(worker.rank_loads) > 1
 
 
 def _is_full(request: GenerationRequest, generated: int, workers: Seq[Worker]) -> bool:

@@ -36,6 +36,14 @@ class WorkerError(SmgdError):
     """A worker cannot be set up: the text is what the operator reads, the cause is chained."""
 
 
+class WorkerExistsError(WorkerError):
+    """There is a worker with this URL already."""
+
+
+class WorkerNotFoundError(WorkerError):
+    """There is no worker with this id."""
+
+
 class EngineLostError(SmgdError):
     """The session that was running a request has ended; the request did not finish."""
 
@@ -101,8 +109,18 @@ def no_available_workers(model: str, reason: str = "") -> ApiError:
 
 
 def engine_lost(error: EngineLostError) -> ApiError:
-    """Return the 503 for a request whose engine went away under it."""
-    return ApiError(503, "engine_lost", str(error), retry_after=1)
+    """Return the 503 for a request whose engine went away under it.
+
+    Clients need not know what our workers are called; the log does.
+    """
+    text = f"The engine that ran this request was lost: {error.reason}"
+    return ApiError(503, "engine_lost", text, retry_after=1)
+
+
+def shutting_down() -> ApiError:
+    """Return the 503 for a request that was still running when the daemon had to stop."""
+    text = "The server is shutting down and could not wait for this request any longer"
+    return ApiError(503, "shutting_down", text, retry_after=1)
 
 
 def internal_error(message: str = "Internal error; the server's log has the details") -> ApiError:

@@ -69,12 +69,20 @@ def configure(
 
 def set_level(level: str) -> None:
     """Log from `level` up, in every logger that exists; KeyError if it is not in `LEVELS`."""
+    global _level
     source = structlog.make_filtering_bound_logger(LEVELS[level])
+    _level = level
     for name, method in vars(source).items():
         if not name.startswith("__"):
             setattr(Logger, name, method)
 
 
+def current_level() -> str:
+    """Return the level that was set last."""
+    return _level
+
+
+_level = "info"
 _output: BinaryIO
 _processors: list[Processor] = []
 

@@ -22,8 +22,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from smgd.core import EngineCounts
 
 # A series of creation times beside every counter doubles the page and nobody reads it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -42,10 +44,18 @@ TOKEN_BUCKETS = (
 )  # fmt: skip
 
 
+_COUNTED = {
+    "aborts": "Requests that engines were told to abort",
+    "adoptions": "Engines found again after a restart of smgd",
+    "losses": "Times that an engine which took requests was lost",
+}
+
+
 class RankSample(msgspec.Struct, frozen=True):
-    """What one engine rank reported last."""
+    """What one engine rank reported last, and whether it takes requests."""
 
     rank: int
+    ready: bool
     running: int
     waiting: int
     kv_usage: float
@@ -59,6 +69,7 @@ class WorkerSample(msgspec.Struct, frozen=True):
     healthy: bool
     requests_active: int
     ranks: list[RankSample]
+    counts: EngineCounts
 
 
 class _WorkerCollector(Collector):
@@ -84,15 +95,25 @@ class _WorkerCollector(Collector):
         usage = GaugeMetricFamily(
             "smg_engine_token_usage", "KV cache use of the engine, 0 to 1", labels=labels
         )
+        ready = GaugeMetricFamily(
+            "smg_engine_ready", "1 while the engine takes requests", labels=labels
+        )
+        counters = {
+            name: CounterMetricFamily(f"smg_engine_{name}", text, labels=["worker"])
+            for name, text in _COUNTED.items()
+        }
         for sample in self._source():
+            for name, family in counters.items():
+                family.add_metric([sample.worker], getattr(sample.counts, name))
             active.add_metric([sample.worker], sample.requests_active)
             health.add_metric([sample.worker], float(sample.healthy))
             for rank in sample.ranks:
                 values = [sample.worker, sample.model, str(rank.rank)]
+                ready.add_metric(values, float(rank.ready))
                 running.add_metric(values, rank.running)
                 waiting.add_metric(values, rank.waiting)
                 usage.add_metric(values, rank.kv_usage)
-        yield from (active, health, running, waiting, usage)
+        yield from (active, health, ready, running, waiting, usage, *counters.values())
 
 
 class EndpointMetrics:
@@ -183,8 +204,11 @@ class Metrics:
             ["endpoint"],
             registry=reg,
         )
-        self.aborts = Counter(
-            "smg_engine_aborts_total", "ABORTs sent to engines", ["worker"], registry=reg
+        self.migrations = Counter(
+            "smg_router_migrations_total",
+            "Requests whose engine was lost: gone on with another worker, or failed",
+            ["model", "result"],
+            registry=reg,
         )
         self.http_inflight = Gauge(
             "smg_http_inflight_requests", "HTTP requests being answered", registry=reg

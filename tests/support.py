@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from smgd.core import (
     Delta,
+    EngineCounts,
     EngineInfo,
     EngineLoad,
     FinishReason,
@@ -32,14 +33,20 @@ class MemoryWorker:
         self.state: WorkerState = "ready"
         self.load = EngineLoad()
         self.rank_loads = [self.load]
+        self.usable = [0]
+        self.counts = EngineCounts()
         self.info: EngineInfo | None = EngineInfo(max_model_len=128)
         self.running: dict[str, Receiver] = {}
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[str] = []
+        self.checked: list[str] = []
 
     @property
     def requests_active(self) -> int:
         return len(self.running)
+
+    def check(self, request: GenerationRequest) -> None:
+        self.checked.append(request.id)
 
     def submit_nowait(self, request: GenerationRequest, receiver: Receiver) -> None:
         if self.state != "ready":

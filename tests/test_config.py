@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smgd import config as package
-from smgd.config import Config, ModelConfig, WorkerConfig, load
+from smgd.config import Config, EngineConfig, ModelConfig, WorkerConfig, load
 from smgd.config.keys import FLAGS, MODEL, all_keys, keys_of, tables
 from smgd.config.load import contradictions, convert, override, parse
 from smgd.config.reference import docs, example
@@ -106,12 +106,17 @@ def test_a_whole_file() -> None:
         ("[timeouts]\nsend = nan", "timeouts.send: found nan, allowed is seconds, a number above"),
         ("[server]\nhost = 1", "server.host: found 1, allowed is text"),
         ('[log]\njson = "yes"', 'log.json: found "yes", allowed is "auto" or true or false'),
-        ('[routing]\npolicy = "x"', 'routing.policy: found "x", allowed is "least_load", "round'),
+        ('[routing]\npolicy = "x"', 'routing.policy: found "x", allowed is "least_load", "power'),
         ('[models.a]\naliases = "b"', 'models."a".aliases: found "b", allowed is a list of text'),
         ("[[workers]]", 'workers[0].url: must be given, such as "ipc:///tmp/smg-zmq/engine-0"'),
         (
             f'[workers]\nurl = "{URL}"',
             'workers: found {"url":"ipc:///tmp/smg-zmq/engine-0"}, allow',
+        ),
+        ("engines = [3]", "engines[0]: found 3, allowed is a table [[engines]]"),
+        (
+            "[[engines]]\nenv = { A = 1 }",
+            'engines[0].env: found {"A":1}, allowed is a table of text',
         ),
         ("workers = [3]", "workers[0]: found 3, allowed is a table [[workers]]"),
         ("models = 3", 'models: found 3, allowed is a table [models."ID"]'),
@@ -286,6 +291,7 @@ def test_the_example_with_every_key_loads_to_the_defaults() -> None:
     assert parse(text, "smgd.toml") == Config(
         models={"meta-llama/Llama-3.1-8B-Instruct": ModelConfig()},
         workers=(WorkerConfig(url=URL),),
+        engines=(EngineConfig(),),
     )
 
 

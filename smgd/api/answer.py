@@ -174,6 +174,8 @@ class StreamedAnswer(Answer):
     def feed(self, sequence: Sequence) -> bytes:
         """Take a sequence's news; return its frames."""
         choice = self._choices[sequence.index]
+        if choice.finish is not None:
+            return b""
         if choice.after and choice.started and sequence.finish is None:
             text = choice.pipeline.feed_text(sequence.take_ids())
             return choice.before + _json(text) + choice.after if text else b""

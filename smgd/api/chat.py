@@ -14,7 +14,6 @@ from smgd.api.fields import FieldRules, decode
 from smgd.api.logprobs import ChatLogprobs
 from smgd.errors import TemplateError, invalid_request, unsupported_parameter
 from smgd.text.model import Model
-from smgd.text.stage import TextStage
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
@@ -62,8 +61,6 @@ RULES = FieldRules.of(
         "best_of": (1,),
         "suffix": (),
         "chat_template": (),
-        "mm_processor_kwargs": (),
-        "media_io_kwargs": (),
         "include_reasoning": (True,),
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
@@ -82,7 +79,7 @@ def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     request, unknown = decode(_decoder, body, RULES)
     common.check(request)
     check_conversation(request.messages, request)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid_request(
             "top_logprobs_requires_logprobs",
             "'top_logprobs' is only allowed when 'logprobs' is true.",
@@ -138,7 +135,17 @@ def _check_content(content: object, where: str) -> None:
 
 async def plan_chat(request: ChatRequest, context: PlanContext) -> Plan:
     """Render the template, tokenize, apply defaults. Raises `ApiError` 400."""
-    prompt_ids = await prompt_of(request.messages, request, context.model, context.stage)
+    if len(request.messages) > context.max_model_len:
+        text = (
+            f"{len(request.messages)} messages cannot fit into the model's maximum context length "
+            f"of {context.max_model_len} tokens."
+        )
+        raise invalid_request("context_length_exceeded", text, "messages")
+    text = render(request.messages, request, context.model)
+    common.check_text(text, context, "messages")
+    special = bool(request.add_special_tokens)
+    tokenizer = context.model.tokenizer
+    prompt_ids = await context.stage.encode(tokenizer, text, add_special_tokens=special)
     requested, param = request.max_completion_tokens, "max_completion_tokens"
     if requested is None:
         requested, param = request.max_tokens, "max_tokens"
@@ -152,15 +159,13 @@ async def plan_chat(request: ChatRequest, context: PlanContext) -> Plan:
     return make_answer(FORMAT, request, context, requests, continues_prompt=continued)
 
 
-async def prompt_of(
-    messages: list[dict[str, Any]], request: Conversation, model: Model, stage: TextStage
-) -> list[int]:
-    """Return the token ids of a conversation. Raises `ApiError` 400 with the template's words."""
+def render(messages: list[dict[str, Any]], request: Conversation, model: Model) -> str:
+    """Return the prompt of a conversation. Raises `ApiError` 400 with the template's words."""
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     try:
-        text = model.template.render(
+        return model.template.render(
             messages,
             documents=request.documents,
             add_generation_prompt=request.add_generation_prompt is not False,
@@ -170,8 +175,6 @@ async def prompt_of(
     except TemplateError as error:
         message = f"The model's chat template refused the messages: {error}"
         raise invalid_request("process_messages_failed", message, "messages") from error
-    special = bool(request.add_special_tokens)
-    return await stage.encode(model.tokenizer, text, add_special_tokens=special)
 
 
 # ------------------------------------------------------------------------------ the answer

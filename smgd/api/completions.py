@@ -98,6 +98,7 @@ async def _ids(
 ) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
+    common.check_text(prompt, context, "prompt")
     special = request.add_special_tokens is not False
     ids = await context.stage.encode(context.model.tokenizer, prompt, add_special_tokens=special)
     if not ids:

@@ -20,7 +20,7 @@ from smgd.errors import ApiError, invalid_request, unsupported_parameter
 HARMLESS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "request_id", "rid",
+        "prompt_cache_retention", "prompt_cache_options", "request_id", "rid",
     }
 )  # fmt: skip
 
@@ -56,6 +56,15 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "thinking_token_budget": (-1,),
     "lora_path": (),
+    "watermarking": (False,),
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
+    "return_assistant_tokens_mask": (False,),
+    "return_mm_kwargs": (False,),
+    "mm_payload": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "moderation": (),
 }
 
 
@@ -95,7 +104,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes, rules: FieldRules) -> 
 
 def _check_names(raw: dict[str, msgspec.Raw], rules: FieldRules) -> list[str]:
     unknown = []
-    for name in raw.keys() - rules.honoured - HARMLESS:
+    for name in raw:
+        if name in rules.honoured or name in HARMLESS:
+            continue
         if name not in rules.refused:
             unknown.append(name)
             continue

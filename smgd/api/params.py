@@ -34,6 +34,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against listeners; never sent, so never asked
 
 
 class GenerationParams(msgspec.Struct, kw_only=True):
@@ -134,6 +135,17 @@ def max_tokens(
     return min(requested, room)
 
 
+def check_text(text: str, context: PlanContext, param: str) -> None:
+    """Refuse a text that cannot fit, before it is tokenized. Raises `ApiError` 400."""
+    longest = context.model.tokenizer.longest_token
+    if len(text) > context.max_model_len * longest:
+        message = (
+            f"This model's maximum context length is {context.max_model_len} tokens, but the "
+            f"prompt has {len(text)} characters, which is at least {len(text) // longest} tokens."
+        )
+        raise invalid_request("context_length_exceeded", message, param)
+
+
 def check_logprobs(wanted: int | None, param: str, context: PlanContext) -> None:
     """Refuse more alternatives than engines are set to give. Raises `ApiError` 400."""
     if wanted is None or 0 <= wanted <= context.max_logprobs:
@@ -193,7 +205,9 @@ def stop_rules(params: GenerationParams, model: Model) -> StopRules:
     if strings and not params.min_tokens:
         short = [string for string in strings if len(string) <= LONGEST_TOKEN_CHARS]
         encoded = zip(short, model.tokenizer.encode_all(short), strict=True)
-        single = {ids[0]: string for string, ids in encoded if len(ids) == 1}
+        # A tokenizer may turn other texts into the token as well: those must not stop the engine.
+        decode = model.tokenizer.decode
+        single = {i[0]: s for s, i in encoded if len(i) == 1 and decode(i, False) == s}
     return StopRules(strings, bool(params.include_stop_str_in_output), single)
 
 

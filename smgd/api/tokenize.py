@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from smgd.api.base import Query, QueryContext
-from smgd.api.chat import check_conversation, prompt_of
+from smgd.api.chat import check_conversation, render
 from smgd.api.fields import FieldRules, decode
 from smgd.errors import invalid_request
 from smgd.text.tokenizer import Tokenizer
@@ -42,9 +42,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-_TOKENIZE_RULES = FieldRules.of(
-    TokenizeRequest, {"tools": ([],), "chat_template": (), "mm_processor_kwargs": ()}
-)
+_TOKENIZE_RULES = FieldRules.of(TokenizeRequest, {"tools": ([],), "chat_template": ()})
 _DETOKENIZE_RULES = FieldRules.of(DetokenizeRequest, {})
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
@@ -68,7 +66,9 @@ async def tokenize(request: TokenizeRequest, context: QueryContext) -> bytes:
         special = request.add_special_tokens is not False
         ids = await context.stage.encode(tokenizer, request.prompt, add_special_tokens=special)
     else:
-        ids = await prompt_of(request.messages or [], request, context.model, context.stage)
+        text = render(request.messages or [], request, context.model)
+        special = bool(request.add_special_tokens)
+        ids = await context.stage.encode(tokenizer, text, add_special_tokens=special)
     return _json(
         {
             "count": len(ids),

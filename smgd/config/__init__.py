@@ -7,7 +7,11 @@ each key; `load` reads; `reference` writes docs/configuration.md and smgd.toml.e
 
 from smgd.config.load import load
 from smgd.config.schema import (
+    AdminConfig,
     Config,
+    EngineConfig,
+    HealthConfig,
+    LaunchConfig,
     LimitsConfig,
     LogConfig,
     MetricsConfig,
@@ -15,11 +19,16 @@ from smgd.config.schema import (
     RoutingConfig,
     ServerConfig,
     TimeoutsConfig,
+    TlsConfig,
     WorkerConfig,
 )
 
 __all__ = [
+    "AdminConfig",
     "Config",
+    "EngineConfig",
+    "HealthConfig",
+    "LaunchConfig",
     "LimitsConfig",
     "LogConfig",
     "MetricsConfig",
@@ -27,6 +36,7 @@ __all__ = [
     "RoutingConfig",
     "ServerConfig",
     "TimeoutsConfig",
+    "TlsConfig",
     "WorkerConfig",
     "load",
 ]

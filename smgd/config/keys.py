@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET, inspect
-from msgspec.structs import fields
+from msgspec import NODEFAULT, UNSET, inspect
+from msgspec.structs import FieldInfo, fields
 
 from smgd.config.schema import Config, ModelName
 
 MODEL: Final = 'models."ID"'
+
+# Tables of which a file may have several.
+ARRAYS: Final = ("workers", "engines")
 
 # A flag is another way to write one key.
 FLAGS: Final[Mapping[str, str]] = {
@@ -30,12 +33,31 @@ FLAGS: Final[Mapping[str, str]] = {
     "--port": "server.port",
     "--prometheus-host": "metrics.host",
     "--prometheus-port": "metrics.port",
+    "--admin-socket": "admin.socket",
     "--log-level": "log.level",
     "--log-json": "log.json",
     "--policy": "routing.policy",
+    "--remove-unhealthy-workers": "health.remove_unhealthy_workers",
+    "--migration": "routing.migration",
+    "--max-migrations": "routing.max_migrations",
+    "--http-path": "server.http_path",
+    "--tls-cert-path": "tls.cert_path",
+    "--tls-key-path": "tls.key_path",
     "--zmq-startup-timeout-secs": "timeouts.zmq_startup",
+    "--zmq-engine-count": "workers.engine_count",
 }
-_FLAG_OF: Final = {path: flag for flag, path in FLAGS.items()}
+
+# `smgd serve` starts what `--worker-urls` names elsewhere; `--backend` and models are the engines'.
+SERVE_FLAGS: Final[Mapping[str, str]] = {
+    "--backend": "engines.backend",
+    "--model": "engines.model_path",
+    "--data-parallel-size": "engines.replicas",
+    "--engine-python": "engines.python",
+    "--worker-base-port": "launch.worker_base_port",
+    "--keep-engines": "launch.keep_engines",
+    **{flag: path for flag, path in FLAGS.items() if not path.startswith("workers.")},
+}
+_FLAG_OF: Final = {path: flag for flags in (FLAGS, SERVE_FLAGS) for flag, path in flags.items()}
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -97,15 +119,18 @@ def tables() -> Iterator[tuple[str, type[msgspec.Struct]]]:
 
 def header(table: str) -> str:
     """Return the line that begins a table in a file."""
-    return f"[[{table}]]" if table == "workers" else f"[{table}]"
+    return f"[[{table}]]" if table in ARRAYS else f"[{table}]"
 
 
 def keys_of(table: str, struct: type[msgspec.Struct]) -> list[Key]:
     """Return the keys of one table."""
-    return [
-        Key(table, field.name, field.type, UNSET if field.required else field.default)
-        for field in fields(struct)
-    ]
+    return [Key(table, field.name, field.type, _default(field)) for field in fields(struct)]
+
+
+def _default(field: FieldInfo) -> Any:
+    if field.required:
+        return UNSET
+    return field.default if field.default_factory is NODEFAULT else field.default_factory()
 
 
 def model_name() -> Key:
@@ -144,6 +169,8 @@ def allowed(info: inspect.Type) -> str:
             return " or ".join(map(allowed, types))
         case inspect.VarTupleType(item_type=item):
             return f"a list of {allowed(item)}"
+        case inspect.DictType(value_type=item):
+            return f"a table of {allowed(item)}"
         case inspect.StrType():
             return "text"
     raise NotImplementedError(f"no words for {info}")

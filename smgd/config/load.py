@@ -22,8 +22,8 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import fields, replace
 
-from smgd.config.keys import MODEL, Key, all_keys, header, keys_of, tables, toml
-from smgd.config.schema import RUNTIMES, Config, ModelConfig, WorkerConfig
+from smgd.config.keys import ARRAYS, MODEL, Key, all_keys, header, keys_of, tables, toml
+from smgd.config.schema import RUNTIMES, Config, EngineConfig, ModelConfig, WorkerConfig
 from smgd.errors import ConfigError
 
 _SHOWN: Final = 60  # characters of a wrong value that its error shows
@@ -66,7 +66,7 @@ def override(config: Config, flags: Mapping[str, Any]) -> Config:
     changed: dict[str, Any] = {}
     for path, value in flags.items():
         table, _, name = path.partition(".")
-        if table not in ("models", "workers"):
+        if table not in ("models", *ARRAYS):
             before = changed.get(table, getattr(config, table))
             changed[table] = replace(before, **{name: value})
     return replace(
@@ -74,6 +74,7 @@ def override(config: Config, flags: Mapping[str, Any]) -> Config:
         **changed,
         models=_override_model(config.models, flags),
         workers=_override_workers(config.workers, flags),
+        engines=_override_engines(config.engines, flags),
     )
 
 
@@ -127,7 +128,7 @@ def _mistakes(data: dict[str, Any]) -> Iterator[str]:
     for where, table, value in _tables_in(data):
         if table not in structs:
             yield _unknown(where, [field.name for field in fields(Config)])
-        elif not isinstance(value, dict) or where in ("models", "workers"):
+        elif not isinstance(value, dict) or where in ("models", *ARRAYS):
             yield _found(where, value, f"a table {header(table)}")
         else:
             yield from _key_mistakes(keys_of(table, structs[table]), value, where)
@@ -139,8 +140,8 @@ def _tables_in(data: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
         match name, value:
             case "models", dict():
                 yield from ((f'models."{key}"', MODEL, table) for key, table in value.items())
-            case "workers", list():
-                yield from ((f"workers[{n}]", name, table) for n, table in enumerate(value))
+            case (("workers" | "engines"), list()):
+                yield from ((f"{name}[{n}]", name, table) for n, table in enumerate(value))
             case "models", _:
                 yield name, MODEL, value
             case _:
@@ -182,19 +183,42 @@ def _unknown(where: str, known: list[str]) -> str:
 def _override_workers(
     workers: tuple[WorkerConfig, ...], flags: Mapping[str, Any]
 ) -> tuple[WorkerConfig, ...]:
-    """`--worker-urls` are the workers, in place of the file's; `--backend` is for all of them."""
+    """`--worker-urls` are the workers, in place of the file's; other flags are for all of them."""
     if "workers.url" in flags:
         workers = tuple(WorkerConfig(url=url) for url in flags["workers.url"])
-    if "workers.runtime_type" in flags:
-        runtime = flags["workers.runtime_type"]
-        workers = tuple(replace(worker, runtime_type=runtime) for worker in workers)
-    return workers
+    given = ("runtime_type", "engine_count")
+    common = {name: flags[f"workers.{name}"] for name in given if f"workers.{name}" in flags}
+    return tuple(replace(worker, **common) for worker in workers)
+
+
+def _override_engines(
+    engines: tuple[EngineConfig, ...], flags: Mapping[str, Any]
+) -> tuple[EngineConfig, ...]:
+    """Change the only engine, or make one."""
+    changed = {
+        path.removeprefix("engines."): value
+        for path, value in flags.items()
+        if path.startswith("engines.")
+    }
+    if not changed:
+        return engines
+    if len(engines) > 1:
+        raise ConfigError(
+            f"flags describe one engine, and the file has {len(engines)} tables [[engines]]:"
+            " set it there"
+        )
+    return (replace(engines[0] if engines else EngineConfig(), **changed),)
 
 
 def _override_model(
     models: dict[str, ModelConfig], flags: Mapping[str, Any]
 ) -> dict[str, ModelConfig]:
-    """Change the only model, or make one; a new name leaves the path of the old one."""
+    """Change the only model, or make one; a new name leaves the path of the old one.
+
+    What an engine loads is the model if no other is named.
+    """
+    if not models and "engines.model_path" in flags:
+        flags = {f"{MODEL}.path": flags["engines.model_path"], **flags}
     names = flags.get(MODEL, ())
     changed = {
         path.removeprefix(f"{MODEL}."): value

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
-from smgd.config.keys import MODEL, Key, header, keys_of, model_name, tables, toml
+from smgd.config.keys import ARRAYS, MODEL, Key, header, keys_of, model_name, tables, toml
 
 _DOCS: Final = """\
 <!-- Generated from smgd/config/schema.py by `make docs`: change that, then run it. -->
@@ -29,6 +29,10 @@ empty text (`""`) means not set.
 The flags about a model change the only model of the file, or add one to a file that has none;
 `--worker-urls` takes the place of the file's workers, and `--backend` is for all of them.
 
+The flags of `[launch]` and `[[engines]]` are those of `smgd serve` ([serve.md](serve.md)); there,
+`--backend` is that of the engine. They change the only engine of the file, or add one to a file
+that has none.
+
 smgd exits with 0 when it was stopped, 1 when it failed, and 2 when a flag or the file is wrong
 (`check-config`: 1).
 """
@@ -39,7 +43,7 @@ _EXAMPLE: Final = """\
 # Durations are in seconds (inf: no limit), sizes in bytes; "" means not set.
 """
 
-_SEVERAL: Final = (MODEL, "workers")
+_SEVERAL: Final = (MODEL, *ARRAYS)
 
 
 def docs() -> str:

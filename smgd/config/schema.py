@@ -46,6 +46,14 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             description="How long a client may take to send the head of a request.",
         ),
     ] = 30
+    body_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long a client may take to send a whole request body.",
+        ),
+    ] = 120
     write_timeout: Annotated[
         float,
         Meta(
@@ -62,7 +70,7 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             extra=_BYTES,
             description="Largest request body; a larger one is answered with status 413.",
         ),
-    ] = 512 * 1024 * 1024
+    ] = 32 * 1024 * 1024
     sse_keepalive: Annotated[
         float,
         Meta(
@@ -81,6 +89,14 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             " are aborted.",
         ),
     ] = 180
+    http_path: Annotated[
+        Literal["fast", "stock"],
+        Meta(
+            description="How HTTP/1.1 is spoken: fast parses with httptools and lets an engine's"
+            " reader write to clients itself; stock is Hypercorn's own way, slower and otherwise"
+            " alike."
+        ),
+    ] = "fast"
     drain_window: Annotated[
         float,
         Meta(
@@ -92,6 +108,16 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     ] = 2
 
 
+class TlsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """HTTPS on the HTTP port, with HTTP/2 for clients that ask for it."""
+
+    cert_path: Annotated[
+        str,
+        Meta(description="PEM file with the certificate and those that signed it; empty: no TLS."),
+    ] = ""
+    key_path: Annotated[str, Meta(description="PEM file with the certificate's private key.")] = ""
+
+
 class MetricsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The listener that Prometheus scrapes."""
 
@@ -101,6 +127,28 @@ class MetricsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
     port: Annotated[
         _Port, Meta(description="Port of the metrics listener; 0 takes any free one.")
     ] = 29000
+
+
+class AdminConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The Unix socket that smgctl speaks to; one that systemd hands over takes its place."""
+
+    socket: Annotated[
+        str,
+        Meta(
+            description="Path of the socket; empty: smgd.sock in $RUNTIME_DIRECTORY, which systemd"
+            " sets, and none elsewhere."
+        ),
+    ] = ""
+    mode: Annotated[
+        Literal["0600", "0660", "0666"],
+        Meta(
+            description="Mode of the socket. Whatever it is, only root, smgd's own user and members"
+            " of the group are answered."
+        ),
+    ] = "0660"
+    group: Annotated[
+        str, Meta(description="Group of the socket, by name; empty: that of smgd itself.")
+    ] = ""
 
 
 class LogConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -140,7 +188,7 @@ class LimitsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             description="Longest text that is tokenized on the event loop; a longer one goes to a"
             " thread, so that it does not hold up the streams.",
         ),
-    ] = 8192
+    ] = 12_288
     tokenizer_threads: Annotated[
         int, Meta(ge=1, description="Long texts that are tokenized at the same time.")
     ] = 2
@@ -171,19 +219,84 @@ class TimeoutsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         Meta(
             gt=0,
             extra=_SECONDS,
-            description="How long an engine with requests in flight may send nothing before it"
-            " counts as lost.",
+            description="How long nothing may become of the requests of an engine, though it"
+            " answers the heartbeat, before it counts as lost; prompts still to be read extend it.",
         ),
     ] = 300
+    prefill_rate: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra={"unit": "tokens/second"},
+            description="Speed of reading prompts at which an engine is not yet too slow: the"
+            " prompts that it has still to read extend the silence by their length at this speed.",
+        ),
+    ] = 2000
+    heartbeat: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long an engine with requests in flight may give no sign of life before"
+            " it counts as lost; must be above its longest step, since it answers between steps.",
+        ),
+    ] = 60
 
 
 class RoutingConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How requests are spread over the workers of a model."""
 
     policy: Annotated[
-        Literal["least_load", "round_robin"],
+        Literal["least_load", "power_of_two", "random", "round_robin"],
         Meta(description="How a worker is chosen among those that are ready."),
     ] = "least_load"
+    migration: Annotated[
+        Literal["best-effort", "exact", "off"],
+        Meta(
+            description="Which running requests go on with another worker when their engine is"
+            " lost: best-effort all that can be continued, exact only those whose text is that of"
+            " an undisturbed run, off none."
+        ),
+    ] = "best-effort"
+    max_migrations: Annotated[
+        int, Meta(ge=0, description="How many times one request may go on with another worker.")
+    ] = 2
+
+
+class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """When workers are given up, and how they leave."""
+
+    remove_unhealthy_workers: Annotated[
+        bool,
+        Meta(
+            description="Whether a worker whose engine stays down is removed. Nothing adds it"
+            " again: left off, it serves as soon as its engine is back."
+        ),
+    ] = False
+    check_interval: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="Time between two looks at workers that may be removed as unhealthy.",
+        ),
+    ] = 60
+    failure_threshold: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Bad looks that count: after 3 times as many a worker is removed whose"
+            " engine was lost, after 10 times as many one whose engine has never come.",
+        ),
+    ] = 3
+    drain_settle: Annotated[
+        float,
+        Meta(
+            ge=0,
+            extra=_SECONDS,
+            description="How long the requests of a worker that is removed may still take.",
+        ),
+    ] = 5
 
 
 class ModelConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -244,6 +357,89 @@ class WorkerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     ] = 1
 
 
+class LaunchConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What holds for all engines that smgd starts itself."""
+
+    worker_base_port: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65535,
+            description="Number of the first engine, whose worker is ipc://DIR/engine-NUMBER; the"
+            " others follow. An engine that needs ports of its own counts them from its number.",
+        ),
+    ] = 31000
+    keep_engines: Annotated[
+        bool,
+        Meta(
+            description="Whether engines are left running when smgd stops, for its next start to"
+            " find; not possible in a systemd service, which ends all its processes."
+        ),
+    ] = False
+    stop_grace: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long an engine may take to end after SIGTERM before all its processes"
+            " are killed.",
+        ),
+    ] = 20
+
+
+class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """An engine that smgd starts, watches and ends, with a worker for each replica."""
+
+    backend: Annotated[
+        Literal["vllm", "tokenspeed", "sglang", "sim"],
+        Meta(description="What is started; sim is the simulated engine, which speaks as vLLM."),
+    ] = "vllm"
+    model: Annotated[
+        str, Meta(description="Name of the model that the engine serves; empty: the only one.")
+    ] = ""
+    model_path: Annotated[
+        str,
+        Meta(
+            description="Directory or Hugging Face id that the engine loads; empty: the model's"
+            " path."
+        ),
+    ] = ""
+    replicas: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Independent engines that are started, each with a worker and GPUs of its"
+            " own.",
+        ),
+    ] = 1
+    args: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Further arguments of the engine; flags that smgd sets itself are dropped"
+            " from them."
+        ),
+    ] = ()
+    env: Annotated[
+        dict[str, str],
+        Meta(description="Environment variables of the engine, beside those of smgd."),
+    ] = {}
+    python: Annotated[
+        str,
+        Meta(
+            description="Python interpreter that has the engine installed; empty: the one that"
+            " runs smgd."
+        ),
+    ] = ""
+    command: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Command to start in place of the backend's own, with what it needs in"
+            " braces: {handshake_address}, {handshake_port}, {model}, {worker_url}, {worker_port},"
+            " {store_port}, {python}."
+        ),
+    ] = ()
+
+
 ModelName: TypeAlias = Annotated[
     str,
     Meta(
@@ -258,13 +454,18 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """All settings of a daemon, after file and flags were read."""
 
     server: ServerConfig = ServerConfig()
+    tls: TlsConfig = TlsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    admin: AdminConfig = AdminConfig()
     log: LogConfig = LogConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     routing: RoutingConfig = RoutingConfig()
+    health: HealthConfig = HealthConfig()
+    launch: LaunchConfig = LaunchConfig()
     models: dict[ModelName, ModelConfig] = {}
     workers: tuple[WorkerConfig, ...] = ()
+    engines: tuple[EngineConfig, ...] = ()
 
     @property
     def metrics_host(self) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from smgd.core import EngineInfo
 
+# How an engine was found to be ready: it was `adopted` if only a former life of the daemon knew it,
+# `recovered` if it was lost.
+Found: TypeAlias = Literal["handshake", "adopted", "recovered"]
+
 
 class SendInit(msgspec.Struct, frozen=True):
-    """Answer a HELLO, on the handshake socket."""
+    """Answer a HELLO, on the handshake socket. What the engine has said before is void."""
 
     identity: bytes
     payload: bytes
@@ -32,14 +36,23 @@ class AbortForeign(msgspec.Struct, frozen=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True):
-    """One engine has completed its handshake."""
+    """One engine has completed its handshake, or has answered."""
 
     index: int
     info: EngineInfo
+    how: Found = "handshake"
 
 
 class SessionReady(msgspec.Struct, frozen=True):
-    """All engines are ready: requests may be submitted."""
+    """Requests may be submitted."""
+
+
+class EnginesLost(msgspec.Struct, frozen=True):
+    """Some engines cannot be used any more, while others can; `failed` requests were running."""
+
+    indices: list[int]
+    reason: str
+    failed: int
 
 
 class SessionLost(msgspec.Struct, frozen=True):
@@ -68,6 +81,7 @@ SessionEvent: TypeAlias = (
     | AbortForeign
     | EngineReady
     | SessionReady
+    | EnginesLost
     | SessionLost
     | Notice
     | ReceiverBroke

@@ -10,17 +10,23 @@ take over the identity of its successor; and a restarted engine finds its listen
         ├─ registrations     the input socket's reader
         ├─ outputs           drain, deliver, flush, note the time once
         ├─ monitors          of both data sockets
-        ├─ sender            what the input socket would not take at once, under the send deadline
-        └─ (itself)          until ready, reporting; then until lost, under the silence deadline
+        ├─ outboxes          one for each engine: what it would not take at once
+        ├─ asking            engines that are known but lost, whether they are there
+        ├─ watch             over the silence of engines that have requests
+        └─ (itself)          reports a handshake that does not get on
 
-Whoever submits or aborts sends synchronously, from its own task, unless the sender has something to
-send first; so order is kept, and no task has to wake for a request.
+Engines do not repeat their handshake when the daemon is started anew. What they said is kept in a
+record beside the sockets, and `asking` finds them: right after the sockets are bound, after every
+connection that begins or ends, and at growing intervals up to `ask_interval`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+import secrets
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import structlog
@@ -31,6 +37,7 @@ from smgd.engine import paths
 from smgd.engine.events import (
     AbortForeign,
     EngineReady,
+    EnginesLost,
     Notice,
     ReceiverBroke,
     Send,
@@ -39,30 +46,36 @@ from smgd.engine.events import (
     SessionLost,
     SessionReady,
 )
-from smgd.engine.liveness import Connections
+from smgd.engine.liveness import Connections, Patience
+from smgd.engine.outbox import Outbox
+from smgd.engine.record import RecordError, RecordFile
 from smgd.engine.session import Session
 from smgd.engine.transport import MessageSocket, PeerGoneError, TransportError, WorkerSockets
-from smgd.errors import EngineLostError, WorkerError
+from smgd.errors import EngineLostError, RemoteProtocolError, WorkerError
 from smgd.wire import vllm as wire
 
 # libzmq lets go of an address only a moment after its socket was closed, so that a worker which
 # follows another on the same path may have to try more than once.
 _BIND_RETRIES = 5
 _BIND_PAUSE = 0.1  # seconds
+# An engine reconnects within about 0.1 s; the first questions are as close together as that.
+_FIRST_PAUSE = 0.05
 
 
 class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Deadlines, in seconds.
 
     `startup_timeout`: how often a handshake that does not get on is reported; it is never given up.
-    `send_timeout`: how long an engine may leave its queue full. `silence_timeout`: how long it may
-    send nothing while requests are in flight. `rebind_interval`: between tries to bind again after
-    a socket has failed. `linger`: how long the last ABORTs may take to leave when we stop.
+    `send_timeout`: how long an engine may leave its queue full. `patience`: how long it may be
+    silent while requests are in flight. `ask_interval`: between questions to an engine that is
+    lost. `rebind_interval`: between tries to bind again after a socket has failed. `linger`: how
+    long the last ABORTs may take to leave when we stop.
     """
 
     startup_timeout: float = 600
     send_timeout: float = 10
-    silence_timeout: float = 300
+    patience: Patience = Patience()
+    ask_interval: float = 2
     rebind_interval: float = 1
     linger: float = 0.2
 
@@ -90,7 +103,16 @@ class EngineLink:
         settings: LinkSettings = DEFAULT_SETTINGS,
     ) -> None:
         init = wire.encode_init([addresses.input], [addresses.output])
-        self.session = Session(addresses.url, dialect, init, ids.is_ours, engines)
+        self.session = Session(
+            addresses.url,
+            dialect,
+            init,
+            ids.is_ours,
+            engines,
+            first_call=secrets.randbits(62),  # an answer to a former life's call proves nothing
+            first_wave=time.time_ns() // 1000,  # no life has a million requests a second
+        )
+        self._record = RecordFile(addresses, dialect.name, engines)
         self._addresses = addresses
         self._bind = bind
         self._engines = engines
@@ -98,18 +120,21 @@ class EngineLink:
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._log = structlog.get_logger("smgd.engine").bind(worker=addresses.url)
-        self._ready = trio.Event()
-        self._serving = trio.CancelScope()  # around a session that is ready
-        self._heard_at = 0.0  # when an engine last spoke, or was given something to speak about
         self._input: MessageSocket | None = None
-        self._outbox: deque[list[bytes]] = deque()
-        self._outbox_filled = trio.lowlevel.ParkingLot()
-        self._sending = trio.CancelScope()  # the sender's, around the first of the outbox
+        self._bound_at = 0.0
+        self._outboxes = {
+            identity: Outbox(settings.send_timeout, partial(self._lose, identity))
+            for identity in self.session.identities
+        }
+        self._changes = trio.lowlevel.ParkingLot()  # of the session, from ready or to it
+        self._asking = trio.lowlevel.ParkingLot()
+        self._pause = _FIRST_PAUSE  # until the next question
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve engines until cancelled; started once the sockets are bound. Raises `WorkerError`.
 
-        When it ends, what is in flight has been aborted and failed, and the socket files are gone.
+        When it ends, what is in flight has been aborted and failed, and the socket files are gone;
+        the record stays.
         """
         handshake = self._addresses.handshake
         self._log.info(
@@ -117,6 +142,7 @@ class EngineLink:
             f"(handshake={handshake}, engines={self._engines})"
         )
         with paths.claimed(self._addresses):
+            self._recall()
             sockets = await self._bind_first()
             task_status.started()
             while True:
@@ -125,16 +151,21 @@ class EngineLink:
 
     def submit_nowait(self, request: GenerationRequest, receiver: Receiver) -> None:
         """Send a request, or raise `EngineLostError` or `LocalProtocolError` in place of `fail`."""
-        sends = self.session.submit(request, receiver)
-        try:
-            for send in sends:
+        while not self._submitted(request, receiver):
+            pass  # the engine turned out to be gone, but there is another one
+        self.session.heard(trio.current_time())
+
+    def _submitted(self, request: GenerationRequest, receiver: Receiver) -> bool:
+        for send in self.session.submit(request, receiver):
+            try:
                 self._transmit(send)
-        except TransportError as error:
-            self.session.abort(request.id)
-            self._handle(self.session.reset(str(error)))
-            raise EngineLostError(self._addresses.url, str(error)) from error
-        if self.session.in_flight == 1:
-            self._heard_at = trio.current_time()
+            except TransportError as error:
+                self.session.withdraw(request.id)
+                self._lose(send.identity, str(error))
+                if not self.session.ready:
+                    raise EngineLostError(self._addresses.url, str(error)) from error
+                return False
+        return True
 
     def abort_nowait(self, request_id: str) -> None:
         """Forget a request and tell the engine. Does nothing for one that is not in flight."""
@@ -144,24 +175,27 @@ class EngineLink:
 
     async def _serve_until_socket_fails(self, sockets: WorkerSockets) -> None:
         self._input = sockets.input
+        self._bound_at = trio.current_time()
         reason = "the worker was stopped"
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read_handshake, sockets.handshake)
                 nursery.start_soon(self._read_registrations, sockets.input)
                 nursery.start_soon(self._read_outputs, sockets.output)
-                nursery.start_soon(self._watch, "input", sockets.input)
-                nursery.start_soon(self._watch, "output", sockets.output)
-                nursery.start_soon(self._send_outbox, sockets.input)
-                while True:
-                    await self._until_ready()
-                    await self._until_lost()
+                nursery.start_soon(self._follow, "input", sockets.input)
+                nursery.start_soon(self._follow, "output", sockets.output)
+                for outbox in self._outboxes.values():
+                    nursery.start_soon(outbox.run, sockets.input)
+                nursery.start_soon(self._ask, sockets.input)
+                nursery.start_soon(self._watch)
+                await self._report()
         except* TransportError as errors:
             reason = str(errors.exceptions[0])
             self._log.error("ZMQ socket failed; binding again", reason=reason)
         finally:
-            self._handle(self.session.reset(reason))
-            self._outbox.clear()
+            self._handle(self.session.lose(reason))
+            for outbox in self._outboxes.values():
+                outbox.withdraw()
             self._input = None
             sockets.close(self._settings.linger)
 
@@ -181,33 +215,51 @@ class EngineLink:
             except WorkerError as error:
                 self._log.error("cannot bind again; will retry", reason=str(error))
 
-    async def _until_ready(self) -> None:
+    async def _report(self) -> None:
+        """Say that the worker is not ready, as long as that lasts."""
         waited = 0.0
-        while not self.session.ready:
-            with trio.move_on_after(self._settings.startup_timeout):
-                await self._ready.wait()
-                continue
-            waited += self._settings.startup_timeout
-            self._log.warning(
-                f"ZMQ backend handshake incomplete for {self._addresses.url}: startup handshake "
-                f"timed out while waiting for {self.session.awaited} after {waited:g}s; "
-                f"still listening on {self._addresses.handshake}"
-            )
+        while True:
+            timeout = math.inf if self.session.ready else self._settings.startup_timeout
+            with trio.move_on_after(timeout) as scope:
+                await self._changes.park()
+                waited = 0.0
+            if scope.cancelled_caught:
+                waited += timeout
+                self._log.warning(
+                    f"ZMQ backend handshake incomplete for {self._addresses.url}: startup "
+                    f"handshake timed out while waiting for {self.session.awaited} after "
+                    f"{waited:g}s; still listening on {self._addresses.handshake}"
+                )
 
-    async def _until_lost(self) -> None:
-        with trio.CancelScope() as self._serving:
-            left = self._settings.silence_timeout
-            while left > 0:  # looked at when the time is up, so that an output moves no timer
-                await trio.sleep(left)
-                left = self._silence_left()
-        if not self._serving.cancel_called:
-            seconds = self._settings.silence_timeout
-            reason = f"no output for {seconds:g}s with requests in flight"
-            self._handle(self.session.suspend(reason))
+    async def _watch(self) -> None:
+        while True:
+            # Looked at when the time is up, so that an output moves no timer.
+            events, left = self.session.check(trio.current_time(), self._settings.patience)
+            self._handle(events)
+            await trio.sleep(left)
 
-    def _silence_left(self) -> float:
-        passed = trio.current_time() - self._heard_at if self.session.in_flight else 0.0
-        return self._settings.silence_timeout - passed
+    async def _ask(self, input_: MessageSocket) -> None:
+        while True:
+            asks = self.session.asks()
+            for ask in asks:
+                self._ask_one(input_, ask)
+            pause = self._pause if asks else math.inf
+            self._pause = min(2 * self._pause, self._settings.ask_interval)
+            with trio.move_on_after(pause):
+                await self._asking.park()
+
+    def _ask_one(self, input_: MessageSocket, ask: Send) -> None:
+        message = [ask.identity, *ask.frames]
+        try:
+            sent = self._outboxes[ask.identity].send_now(input_, message)
+        except PeerGoneError:
+            return  # not there, or not yet
+        if sent:
+            self._handle(self.session.delivered(ask.identity))
+
+    def _ask_soon(self) -> None:
+        self._pause = _FIRST_PAUSE
+        self._asking.unpark()
 
     # ----------------------------------------------------------------------- what comes in
 
@@ -224,6 +276,7 @@ class EngineLink:
         while True:
             for frames in await input_.recv_batch():
                 self._handle(self.session.registration(frames[0], frames[-1]))
+                self._ask_soon()  # READY may have been said before our time
 
     async def _read_outputs(self, output: MessageSocket) -> None:
         session = self.session
@@ -233,22 +286,22 @@ class EngineLink:
                     self._handle(events)
             if events := session.flush():
                 self._handle(events)
-            self._heard_at = trio.current_time()
+            session.heard(trio.current_time())
 
-    async def _watch(self, name: str, socket: MessageSocket) -> None:
-        connections = Connections(self._engines)
+    async def _follow(self, name: str, socket: MessageSocket) -> None:
+        connections = Connections()
         monitor = socket.monitor()
         while True:
-            if connections.lost(await monitor.recv()):
-                self._handle(self.session.reset(f"the {name} connection was closed"))
+            if connections.ended(await monitor.recv()):
+                reason = f"the {name} connection was closed"
+                self._handle(self.session.disconnected(reason, connections.count))
+            self._ask_soon()
 
     # ------------------------------------------------------------------------ what goes out
 
     def _answer_hello(self, handshake: MessageSocket, init: SendInit) -> None:
-        # What waits for this identity was meant for the engine's former life.
-        if self._outbox and self._outbox[0][0] == init.identity:
-            self._sending.cancel()
-        self._outbox = deque(message for message in self._outbox if message[0] != init.identity)
+        self._outboxes[init.identity].withdraw()
+        self._remember()
         try:
             handshake.send_nowait([init.identity, init.payload])
         except PeerGoneError:
@@ -258,36 +311,43 @@ class EngineLink:
         """Send now, or after what waits already. Raises `TransportError`."""
         if self._input is None:
             raise PeerGoneError("the worker does not run")
-        message = [send.identity, *send.frames]
-        if not self._outbox:
-            try:
-                self._input.send_nowait(message)
-                return
-            except trio.WouldBlock:
-                pass
-        self._outbox.append(message)
-        self._outbox_filled.unpark()
+        self._outboxes[send.identity].send(self._input, [send.identity, *send.frames])
 
-    async def _send_outbox(self, input_: MessageSocket) -> None:
-        while True:
-            while self._outbox:
-                message = self._outbox[0]
-                with trio.move_on_after(self._settings.send_timeout) as self._sending:
-                    await self._send_queued(input_, message)
-                if not self._outbox or self._outbox[0] is not message:
-                    continue  # a HELLO has withdrawn it
-                if self._sending.cancelled_caught:
-                    seconds = self._settings.send_timeout
-                    self._handle(self.session.suspend(f"a send was blocked for {seconds:g}s"))
-                else:
-                    self._outbox.popleft()
-            await self._outbox_filled.park()
+    # ------------------------------------------------------------------------- the record
 
-    async def _send_queued(self, input_: MessageSocket, message: list[bytes]) -> None:
+    def _recall(self) -> None:
+        """Know the engines of a former life, if it has left a record that fits."""
         try:
-            await input_.send(message)
-        except PeerGoneError as error:
-            self._handle(self.session.reset(str(error)))
+            said = self._record.load()
+            self.session.recall(said)
+        except (RecordError, RemoteProtocolError) as error:
+            self._set_aside(str(error))
+        else:
+            if said:
+                engines = [one.index for one in said]
+                self._log.info("looking for engines of a former life", engines=engines)
+
+    def _set_aside(self, reason: str) -> None:
+        try:
+            now = str(self._record.set_aside())
+        except RecordError as error:
+            now = f"where it was ({error})"
+        self._log.warning(
+            "engine record set aside: an engine of a former life has to be started anew",
+            record=str(self._record.path),
+            reason=reason,
+            now=now,
+        )
+
+    def _remember(self) -> None:
+        try:
+            self._record.save(self.session.said)
+        except RecordError as error:
+            self._log.warning(
+                "engine record not written: should smgd be restarted, so must the engine",
+                record=str(self._record.path),
+                reason=str(error),
+            )
 
     # -------------------------------------------------------------------- what has happened
 
@@ -296,10 +356,15 @@ class EngineLink:
             match event:
                 case Send() | AbortForeign():
                     self._send_or_lose(event)
-                case EngineReady(index, info):
-                    self._log.info("engine ready", engine=index, version=info.version)
+                case EngineReady():
+                    self._engine_ready(event)
                 case SessionReady():
                     self._became_ready()
+                case EnginesLost(indices, reason, failed):
+                    self._log.warning(
+                        "engines lost", engines=indices, reason=reason, requests_failed=failed
+                    )
+                    self._ask_soon()
                 case SessionLost(reason, failed):
                     self._was_lost(reason, failed)
                 case Notice(text):
@@ -307,23 +372,35 @@ class EngineLink:
                 case ReceiverBroke(request_id, error):
                     self._log.error("stream failed", request_id=request_id, exc_info=error)
 
+    def _lose(self, identity: bytes, reason: str) -> None:
+        self._handle(self.session.lose(reason, identity))
+
     def _send_or_lose(self, send: Send | AbortForeign) -> None:
         try:
             self._transmit(send)
         except TransportError as error:
             if isinstance(send, AbortForeign):
                 self.session.not_aborted(send.request_ids)
-            else:  # does nothing if the session is lost already
-                self._handle(self.session.reset(str(error)))
+            else:  # does nothing if the engine is lost already
+                self._lose(send.identity, str(error))
+
+    def _engine_ready(self, event: EngineReady) -> None:
+        fields = {"engine": event.index, "version": event.info.version}
+        if event.how == "handshake":
+            self._log.info("engine ready", **fields)
+            self._remember()
+        else:
+            seconds = round(trio.current_time() - self._bound_at, 3)
+            self._log.info(f"engine {event.how}", **fields, seconds_since_bound=seconds)
 
     def _became_ready(self) -> None:
         info = self.session.info
         self._log.info("ZMQ worker ready", max_model_len=info.max_model_len if info else None)
-        self._ready.set()
+        self._changes.unpark_all()
         self._on_ready()
 
     def _was_lost(self, reason: str, failed: int) -> None:
         self._log.warning("engine session ended", reason=reason, requests_failed=failed)
-        self._ready = trio.Event()
-        self._serving.cancel()
+        self._changes.unpark_all()
+        self._ask_soon()
         self._on_lost(reason)

@@ -46,6 +46,11 @@ class Addresses(msgspec.Struct, frozen=True):
         return Path(self.url.removeprefix(SCHEME) + ".lock")
 
     @property
+    def record(self) -> Path:
+        """The file that says which engines dialled in here last; see `record`."""
+        return Path(self.url.removeprefix(SCHEME) + ".engine.json")
+
+    @property
     def sockets(self) -> tuple[Path, Path]:
         """The two socket files."""
         return _file(self.input), _file(self.output)

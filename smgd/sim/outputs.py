@@ -156,7 +156,9 @@ def _output(layout: Layout, output: Output, aux: list[bytes]) -> list[Any]:
     return fields + [None] * (layout.output_length - len(fields))
 
 
-def _logprobs(rows: list[LogprobRow], aux: list[bytes]) -> list[Any]:
+def _logprobs(rows: list[LogprobRow], aux: list[bytes]) -> list[Any] | None:
+    if not rows:
+        return None
     ids, logprobs, ranks = _columns(rows)
     shape = [len(rows), len(ids) // len(rows)]
     return [

@@ -3,8 +3,8 @@
 Which ids end a text, and which sampling defaults apply, is read as vLLM's own server reads it: the
 engines behind smgd hear of neither from anyone else.
 
-- `eos_token_id` is the tokenizer's EOS. The ids of `eos_token_id` in generation_config.json and in
-  config.json (text_config too) are joined to it, as further stop tokens.
+- `eos_token_id` is the tokenizer's EOS. The ids of `eos_token_id` in generation_config.json, or
+  without that file in config.json (text_config too), are joined to it, as further stop tokens.
 - Sampling defaults are the keys that generation_config.json has; `max_new_tokens` is `max_tokens`.
 
 A chat template is looked for where transformers and vLLM look: `--chat-template`, the files beside
@@ -81,7 +81,9 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
         generation = _read(generation_path, _GenerationConfig)
         text = config.text_config or config
         vocab_size = text.vocab_size or config.vocab_size or tokenizer.vocab_size
-        ids = {i for c in (generation, config, text) for i in _ids(c.eos_token_id)}
+        # As vLLM: config.json speaks only where generation_config.json does not exist.
+        sources = (generation,) if generation_path.exists() else (config, text)
+        ids = {i for source in sources for i in _ids(source.eos_token_id)}
         if tokenizer.eos_token_id is not None:
             ids.add(tokenizer.eos_token_id)
         # An engine dies of an id beyond its vocabulary, and could not generate it anyway.

@@ -17,8 +17,8 @@ from smgd.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-# About 2000 tokens of English, 1 to 2 ms.
-THRESHOLD_CHARS = 8192
+# Under 3000 tokens of English, 1 to 2 ms.
+THRESHOLD_CHARS = 12_288
 # Token ids that are decoded at one go, well under a millisecond.
 DECODE_SLICE = 4096
 # More threads than this only compete with the loop for cores.

@@ -30,6 +30,7 @@ class Tokenizer:
 
     `special_tokens` are the named ones (bos_token, eos_token, ...) as chat templates want them;
     `special_ids` are all that `skip_special_tokens` hides. `vocab_size` counts tokens;
+    `longest_token` is in characters, and no token stands for more of a text than that;
     `eos_token_id` is None if no token is named so. `segments` remembers the ids of pieces of
     prompts, where this tokenizer allows it; it belongs to the event loop's thread alone.
     """
@@ -41,6 +42,7 @@ class Tokenizer:
         self.vocab_size: int = self.vocabulary.size
         self.special_ids = frozenset(self.vocabulary.special)
         self.eos_token_id = self.id_of(special_tokens.get("eos_token", ""))
+        self.longest_token = max(map(len, backend.get_vocab()), default=1)
         pattern = splitter(backend)
         self.segments = None if pattern is None else SegmentCache(pattern)
 

@@ -15,13 +15,15 @@ from smgd import __version__
 from smgd.api.envelope import error_body
 from smgd.errors import ApiError, internal_error
 from smgd.metrics import CONTENT_TYPE, Metrics
-from smgd.web import gate
+from smgd.web import control, gate, workers
 from smgd.web.exchange import Dispatcher as HttpDispatcher
 from smgd.web.exchange import Exchange, run_exchange
 from smgd.web.hyper import Receive, Scope, Send
+from smgd.web.replies import json_response
 from smgd.web.service import Service
 
-OTHER = "other"
+# Of the routes that raw handlers serve.
+HOT_METHODS = ("POST",)
 
 # Seconds; nothing on the metrics port has a body.
 BODY_TIMEOUT = 5.0
@@ -30,10 +32,17 @@ BODY_TIMEOUT = 5.0
 def make_app(service: Service, hot: frozenset[str]) -> QuartTrio:
     """Return the application; `hot` are the paths that raw handlers serve, for honest 405s."""
     app = QuartTrio("smgd")
+    app.config.update(
+        RESPONSE_TIMEOUT=None,  # Quart's minute would cut an answer without a word
+        BODY_TIMEOUT=service.body_timeout,
+        MAX_CONTENT_LENGTH=service.max_payload_size,
+    )
     _frame(app, service)
     _errors(app, hot)
     _probes(app, service)
     _models(app, service)
+    workers.add_routes(app, service)
+    control.add_routes(app, service)
     return app
 
 
@@ -42,7 +51,7 @@ def _frame(app: QuartTrio, service: Service) -> None:
 
     @app.before_request
     async def begin() -> None:
-        route = request.url_rule.rule if request.url_rule is not None else OTHER
+        route = request.url_rule.rule if request.url_rule is not None else gate.OTHER
         g.access = gate.Access(request.method, route, _request_id())
 
     @app.after_request
@@ -81,7 +90,10 @@ def _errors(app: QuartTrio, hot: frozenset[str]) -> None:
         if status == 404 and request.path not in hot:
             return await api_error(gate.unknown_url(request.method, request.path))
         if status in (404, 405):
-            return await api_error(gate.method_not_allowed(request.method, request.path))
+            response = await api_error(gate.method_not_allowed(request.method, request.path))
+            methods = getattr(error, "valid_methods", None) or HOT_METHODS
+            response.headers["Allow"] = ", ".join(sorted(methods))
+            return response
         code = (error.name or "error").lower().replace(" ", "_")
         return await api_error(ApiError(status, code, error.description or code))
 
@@ -89,10 +101,6 @@ def _errors(app: QuartTrio, hot: frozenset[str]) -> None:
     async def unexpected(error: Exception) -> Response:
         gate.log.error("request failed", request_id=g.access.id, exc_info=error)
         return await api_error(internal_error())
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(gate.encode_json(value), status, content_type="application/json")
 
 
 def _probes(app: QuartTrio, service: Service) -> None:
@@ -105,13 +113,16 @@ def _probes(app: QuartTrio, service: Service) -> None:
     async def readiness() -> Response:
         reason = service.not_ready()
         if reason is not None:
-            return _json({"status": "not ready", "reason": reason}, 503)
+            detail = {"missing": missing} if (missing := service.missing()) else {}
+            return json_response({"status": "not ready", "reason": reason, **detail}, 503)
         healthy, total = service.registry.ready_count(), len(service.registry.workers)
-        return _json({"status": "ready", "healthy_workers": healthy, "total_workers": total})
+        return json_response(
+            {"status": "ready", "healthy_workers": healthy, "total_workers": total}
+        )
 
     @app.get("/version")
     async def version() -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -132,11 +143,11 @@ def _models(app: QuartTrio, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [entry(i) for i in service.catalog.ids]})
+        return json_response({"object": "list", "data": [entry(i) for i in service.catalog.ids]})
 
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
-        return _json(entry(service.catalog.resolve(name)))
+        return json_response(entry(service.catalog.resolve(name)))
 
 
 def make_metrics_app(metrics: Metrics) -> HttpDispatcher:

@@ -31,6 +31,10 @@ CLIENT_CLOSED = 499
 # Asked for every few seconds by balancers and scrapers: not worth a line at info.
 PROBES = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
 
+# A client may call its method anything; a metric's label may not be anything.
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+OTHER = "other"
+
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -43,18 +47,21 @@ class Access:
     __slots__ = ("error_code", "fields", "id", "method", "route", "started", "status")
 
     def __init__(self, method: str, route: str, request_id: str) -> None:
-        self.method = method
+        self.method = method if method in METHODS else OTHER
         self.route = route
         self.id = request_id
         self.started = trio.current_time()
-        self.status = CLIENT_CLOSED
-        self.error_code = "client_closed_request"
         self.fields: dict[str, Any] = {}
+        self.left()
 
     def answered(self, status: int, error_code: str = "") -> None:
         """Note how the request was answered."""
         self.status = status
         self.error_code = error_code
+
+    def left(self) -> None:
+        """Note that the client did not wait for the end of its answer."""
+        self.answered(CLIENT_CLOSED, "client_closed_request")
 
     def close(self, metrics: Metrics) -> None:
         """Count the request and write its line."""

@@ -18,7 +18,7 @@ from smgd.dispatch import Generation, Sequence
 from smgd.errors import ApiError, internal_error
 from smgd.web import gate
 from smgd.web.exchange import Exchange, SinkClosed
-from smgd.web.service import Service
+from smgd.web.service import Running, Service
 
 log = structlog.get_logger("smgd.web")
 
@@ -80,6 +80,8 @@ async def _gated(
             log.exception("request failed", request_id=access.id)
             await _refuse(exchange, access, internal_error(), body, event)
         finally:
+            if not exchange.ended:
+                access.left()
             access.close(service.metrics)
 
 
@@ -87,12 +89,21 @@ async def answer_query(
     service: Service, query: Query, exchange: Exchange, access: gate.Access
 ) -> None:
     """Read and answer a request that needs no engine. Raises `ApiError`."""
-    request, _ = query.decode(await _read(service, exchange))
+    request, unknown = query.decode(await _read(service, exchange))
+    _count_unknown(service, query.endpoint, unknown, access)
     model = service.catalog.get(request.model)
     length = service.registry.known_max_model_len(model.id)
     body = await query.run(request, QueryContext(model, length, service.stage))
     access.answered(200)
     await exchange.respond(200, [gate.JSON, *gate.common_headers(access)], body)
+
+
+def _count_unknown(
+    service: Service, endpoint: str, unknown: list[str], access: gate.Access
+) -> None:
+    if unknown:
+        service.metrics.unknown_fields.labels(endpoint).inc(len(unknown))
+        log.debug("unknown fields ignored", fields=sorted(unknown)[:8], request_id=access.id)
 
 
 async def _read(service: Service, exchange: Exchange) -> bytes:
@@ -107,9 +118,7 @@ async def answer(
     request, unknown = surface.decode(await _read(service, exchange))
     model = service.catalog.get(request.model)
     access.fields.update(model=model.id, stream=bool(request.stream))
-    if unknown:
-        service.metrics.unknown_fields.labels(surface.endpoint).inc(len(unknown))
-        log.debug("unknown fields ignored", fields=sorted(unknown)[:8], request_id=access.id)
+    _count_unknown(service, surface.endpoint, unknown, access)
     context = PlanContext(
         model=model,
         max_model_len=service.registry.max_model_len(model.id),
@@ -121,12 +130,16 @@ async def answer(
     )
     plan = await surface.plan(request, context)
     async with service.dispatcher.generation(plan.requests) as generation:
+        service.running[response_id] = Running(
+            response_id, surface.endpoint, exchange.client, access, plan.stream, generation
+        )
         try:
             if plan.stream:
                 await _stream(service, exchange, access, generation, plan)
             else:
                 await _whole(exchange, access, generation, plan)
         finally:
+            del service.running[response_id]
             _account(service, surface, access, generation, plan)
 
 
@@ -209,6 +222,8 @@ async def _stream(
         else:
             data = direct.rest + b"".join([plan.feed(sequence) for sequence in news])
         if generation.error is not None:
+            if data and exchange.started:
+                await exchange.write(data)  # what came before the error is the client's
             raise generation.error
         if plan.done:
             break

@@ -34,11 +34,14 @@ DEFAULT_THRESHOLDS = Thresholds()
 
 
 class Lifecycle:
-    """The state of one worker; every method returns whether it has changed."""
+    """The state of one worker; every method returns whether it has changed.
+
+    `thresholds` may be set at any time.
+    """
 
     def __init__(self, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> None:
         self.state: WorkerState = "pending"
-        self._thresholds = thresholds
+        self.thresholds = thresholds
         self._good = 0  # probes in a row
         self._bad = 0
         self._probes = 0  # since the state began
@@ -56,12 +59,12 @@ class Lifecycle:
         self._probes += 1
         self._good = self._good + 1 if healthy else 0
         self._bad = 0 if healthy else self._bad + 1
-        failure = self._thresholds.failure
+        failure = self.thresholds.failure
         if self.state == "ready":
             return self._bad >= failure and self._enter("not_ready")
         if self.state not in ("pending", "not_ready"):
             return False
-        if self._good >= self._thresholds.success:
+        if self._good >= self.thresholds.success:
             return self._enter("ready")
         if self.state == "pending":
             return self._probes >= PENDING_PROBES * failure and self._enter("failed")

@@ -74,8 +74,11 @@ class Registry:
                 model=worker.model_id,
                 healthy=worker.state == "ready",
                 requests_active=worker.requests_active,
+                counts=worker.counts,
                 ranks=[
-                    RankSample(rank, load.running, load.waiting, load.kv_usage)
+                    RankSample(
+                        rank, rank in worker.usable, load.running, load.waiting, load.kv_usage
+                    )
                     for rank, load in enumerate(worker.rank_loads)
                 ],
             )

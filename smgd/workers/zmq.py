@@ -9,6 +9,7 @@ import trio
 
 from smgd.core import (
     Dialect,
+    EngineCounts,
     EngineInfo,
     EngineLoad,
     GenerationRequest,
@@ -22,7 +23,7 @@ from smgd.engine.paths import Addresses
 from smgd.engine.transport import WorkerSockets
 from smgd.engine.zmqio import ZmqContext, bind_worker
 from smgd.errors import EngineLostError
-from smgd.workers.lifecycle import Lifecycle
+from smgd.workers.lifecycle import Lifecycle, Thresholds
 
 
 def binder(context: ZmqContext) -> Callable[[Addresses], WorkerSockets]:
@@ -38,8 +39,9 @@ class ZmqWorker:
     """Runs requests on the engines that dial one socket path; `run` is its life.
 
     `vocab_size` is that of the model's configuration: ids at or above it kill an engine; None if it
-    is not known. `max_logprobs` is how many alternatives per token the engine allows. `on_change`
-    hears of every change of `state`.
+    is not known. `max_logprobs` is how many alternatives per token the engine allows; both may be
+    set later. `worker_id` is made up if it is not given. `on_change` hears of every change of
+    `state`.
     """
 
     def __init__(
@@ -54,14 +56,15 @@ class ZmqWorker:
         vocab_size: int | None = None,
         max_logprobs: int = guard.MAX_LOGPROBS,
         settings: LinkSettings = DEFAULT_SETTINGS,
+        worker_id: str | None = None,
         on_change: Callable[[ZmqWorker], None] = lambda _: None,
     ) -> None:
-        self.id = str(uuid.uuid4())
+        self.id = worker_id or str(uuid.uuid4())
         self.url = addresses.url
         self.model_id = model_id
         self.runtime = dialect.name
         self.vocab_size = vocab_size
-        self._max_logprobs = max_logprobs
+        self.max_logprobs = max_logprobs
         self.on_change = on_change
         self._lifecycle = Lifecycle()
         self._link = EngineLink(
@@ -79,6 +82,9 @@ class ZmqWorker:
     @property
     def state(self) -> WorkerState:
         """Where the worker is in its life; only `ready` takes requests."""
+        # Those whose engine is lost hear of it before the lifecycle does, and may look around here.
+        if self._lifecycle.state == "ready" and not self._session.ready:
+            return "not_ready"
         return self._lifecycle.state
 
     @property
@@ -90,6 +96,16 @@ class ZmqWorker:
     def rank_loads(self) -> list[EngineLoad]:
         """What each engine last reported, by rank."""
         return self._session.rank_loads
+
+    @property
+    def usable(self) -> list[int]:
+        """The ranks of the engines that take requests."""
+        return self._session.usable
+
+    @property
+    def counts(self) -> EngineCounts:
+        """What has happened between worker and engines."""
+        return self._session.counts
 
     @property
     def info(self) -> EngineInfo | None:
@@ -113,10 +129,14 @@ class ZmqWorker:
         """
         if self._lifecycle.state != "ready":
             raise EngineLostError(self.url, f"the worker is {self._lifecycle.state}")
+        self.check(request)
+        self._link.submit_nowait(request, receiver)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise the `ApiError` (400) for what would harm the engine."""
         info = self._session.info
         if info is not None:
-            guard.check(request, info, self.vocab_size, self._max_logprobs)
-        self._link.submit_nowait(request, receiver)
+            guard.check(request, info, self.vocab_size, self.max_logprobs)
 
     def abort_nowait(self, request_id: str) -> None:
         """Tell the engine to drop a request. Does nothing for one that is not in flight."""
@@ -125,6 +145,32 @@ class ZmqWorker:
     def drain(self) -> None:
         """Take no new requests; what runs goes on until `run` is cancelled."""
         self._changed(self._lifecycle.removed())
+
+    def set_thresholds(self, thresholds: Thresholds) -> None:
+        """Set how many bad probes it takes to give the worker up."""
+        self._lifecycle.thresholds = thresholds
+
+    def probe(self) -> None:
+        """Count how long the engine has been away: too long for its thresholds is `failed`.
+
+        Only for workers that are to be given up at some time; without it, none ever fails.
+        """
+        self._changed(self._lifecycle.probed(self._session.ready))
+
+    @property
+    def unready(self) -> str | None:
+        """Why the engines cannot be used, or None if they can."""
+        return self._session.unready
+
+    @property
+    def seen(self) -> list[str]:
+        """What has come of the engines' handshakes, for people."""
+        return self._session.seen
+
+    @property
+    def awaited(self) -> str:
+        """What the worker waits for to become ready, for people."""
+        return self._session.awaited
 
     def _became_ready(self) -> None:
         self._changed(self._lifecycle.handshake_complete())

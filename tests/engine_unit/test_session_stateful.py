@@ -40,9 +40,10 @@ class Fragile(Inbox):
 class SessionMachine(RuleBasedStateMachine):
     """`running` is what the engines hold; `inboxes` is every request that ever was."""
 
-    @initialize(engines=st.integers(1, 3))
-    def begin(self, engines: int) -> None:
+    @initialize(engines=st.integers(1, 3), together=st.booleans())
+    def begin(self, engines: int, together: bool) -> None:
         self.engines = engines
+        self.together = together  # whether one process has started them all
         self.session = Session("w", VllmDialect(), b"INIT", lambda i: i[0] == "r", engines)
         self.running: dict[str, int] = {}
         self.inboxes: dict[str, Fragile] = {}
@@ -50,6 +51,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.left: set[str] = set()
         self.aborts: Counter[str] = Counter()
         self.ready = False
+        self.asked: dict[int, int] = {}
 
     def happen(self, events: Iterable[SessionEvent]) -> None:
         """Do what the events say, as the link and the engines would."""
@@ -79,19 +81,34 @@ class SessionMachine(RuleBasedStateMachine):
         """Take one step of a handshake, possibly at the wrong time or by one engine too many."""
         identity = index.to_bytes(2, "little")
         if step == "register":
-            self.happen(self.session.registration(identity, registration()))
+            instance = "1" if self.together else f"1{index}"
+            payload = registration(instance_id=instance)
+            self.happen(self.session.registration(identity, payload))
         elif step == "READY":
             self.happen(self.session.handshake(identity, READY))
         else:
             self.hello(index)
 
     def hello(self, index: int) -> None:
-        if index < self.engines:
-            self.left |= self.running.keys()
+        self.left |= self.lost_with(index)
         events = self.session.handshake(index.to_bytes(2, "little"), HELLO)
         self.happen(events)
         inits = [event for event in events if isinstance(event, SendInit)]
         assert len(inits) == (index < self.engines)
+
+    def lost_with(self, index: int) -> set[str]:
+        """Return what runs on an engine and on those that go with it."""
+        together = self.together and index < self.engines
+        return {i for i, where in self.running.items() if together or where == index}
+
+    @rule(index=INDEX, answers=st.booleans())
+    def ask(self, index: int, answers: bool) -> None:
+        """Have the engines asked that are known but lost; one of them answers."""
+        for send in self.session.asks():
+            self.asked[int.from_bytes(send.identity, "little")] = unpack(send.frames[1])[1]
+        if answers and index in self.asked:
+            reply = [self.asked[index], None, [None, False]]
+            self.happen(self.session.receive([outputs(reply=reply, engine=index)]))
 
     @rule(count=st.integers(1, 3))
     def submit(self, count: int) -> None:
@@ -99,6 +116,7 @@ class SessionMachine(RuleBasedStateMachine):
         if not self.ready:
             for index in range(self.engines):
                 self.hello(index)
+            for index in range(self.engines):
                 self.handshake(index, "register")
                 self.handshake(index, "READY")
         for _ in range(count):
@@ -111,21 +129,24 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def output(self, data: st.DataObject) -> None:
         """Send tokens for some requests; some finish, some break their receivers."""
-        chosen = data.draw(st.lists(st.sampled_from(sorted(self.running)), unique=True))
+        index = data.draw(st.sampled_from(sorted(set(self.running.values()))))
+        there = sorted(i for i, where in self.running.items() if where == index)
+        chosen = data.draw(st.lists(st.sampled_from(there), unique=True))
         items: list[Any] = []
+        leaving = False
         for request_id in chosen:
             finish = data.draw(st.sampled_from([None, None, 0, 1, 2]))
             token = data.draw(st.sampled_from([5, 5, 5, 13]))
             items.append((request_id, [token], finish))
             if finish is not None:
+                leaving = leaving or finish == 2
                 del self.running[request_id]
                 self.finished.add(request_id)
             elif token == 13:
                 self.left.add(request_id)
-        before = set(self.running)
-        self.happen(self.session.receive([outputs(*items)]))
-        if not self.ready:  # one was aborted, so all are lost
-            self.left |= before
+        if leaving:
+            self.left |= self.lost_with(index)
+        self.happen(self.session.receive([outputs(*items, engine=index)]))
 
     @rule()
     def flush(self) -> None:
@@ -152,16 +173,18 @@ class SessionMachine(RuleBasedStateMachine):
         """Lose the session, or nearly."""
         before, was_ready = set(self.running), self.ready
         if how == "drop":
-            self.happen(self.session.reset("connection closed"))
+            self.happen(self.session.lose("connection closed"))
             assert not self.session.ready
         elif how == "sentinel":
             self.happen(self.session.receive([wire.ENGINE_CORE_DEAD]))
         elif how == "silence":
-            self.happen(self.session.suspend("silence"))
+            self.happen(self.session.lose("silence"))
         else:
             self.happen(self.session.receive([b"\xc1"]))
         if was_ready and not self.ready:
             self.left |= before
+        if how == "sentinel" and self.ready:
+            assert self.engines > 1  # which of them it was, its connection will tell
 
     @invariant()
     def books_agree(self) -> None:

@@ -35,11 +35,13 @@ def read(directory: Path, **files: Any) -> ModelFiles:
         ({}, {"eos_token_id": 9}, (9, EOS)),
         ({}, {"eos_token_id": [EOS, 9, 3]}, (3, 9, EOS)),
         ({"eos_token_id": 1}, {"eos_token_id": [2, 1]}, (1, 2, EOS)),
+        ({"eos_token_id": 1}, {"eos_token_id": 2}, (2, EOS)),
+        ({"eos_token_id": 1}, {"temperature": 0.5}, (EOS,)),
         ({"eos_token_id": 1, "text_config": {"eos_token_id": [4]}}, None, (1, 4, EOS)),
         ({"eos_token_id": None}, {"eos_token_id": None}, (EOS,)),
     ],
 )
-def test_all_ids_that_end_a_text_are_joined(
+def test_the_ids_that_end_a_text_are_those_of_vllm(
     tmp_path: Path, config: dict[str, Any], generation: Any, want: tuple[int, ...]
 ) -> None:
     files = read(tmp_path, config={"vocab_size": 300, **config}, generation_config=generation)

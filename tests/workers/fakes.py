@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smgd.core import EngineInfo, EngineLoad, GenerationRequest, Receiver, WorkerState
+from smgd.core import EngineCounts, EngineInfo, EngineLoad, GenerationRequest, Receiver, WorkerState
 
 
 class FakeWorker:
@@ -23,8 +23,13 @@ class FakeWorker:
         self.state: WorkerState = state
         self.load = load
         self.rank_loads = [load]
+        self.usable = [0] if state == "ready" else []
+        self.counts = EngineCounts()
         self.info = None if max_model_len is None else EngineInfo(max_model_len=max_model_len)
         self.requests_active = requests_active
+
+    def check(self, request: GenerationRequest) -> None:
+        raise NotImplementedError
 
     def submit_nowait(self, request: GenerationRequest, receiver: Receiver) -> None:
         raise NotImplementedError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,15 +26,60 @@ def picks(name: str, candidates: list[FakeWorker], count: int, model: str = "m")
 A, B, C = FakeWorker("a"), FakeWorker("b"), FakeWorker("c")
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", ["least_load", "round_robin"])
 def test_equal_workers_take_turns(name: str) -> None:
-    assert policy_for(name).name == name
     assert picks(name, [A, B, C], 5) == ["a", "b", "c", "a", "b"]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_has_its_name_and_takes_the_only_one(name: str) -> None:
+    assert policy_for(name).name == name
     assert picks(name, [B], 2) == ["b", "b"]
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_the_first_burst_makes_no_hot_spot(name: str) -> None:
+    """Nobody has reported anything yet, and nothing ends."""
+    workers = [FakeWorker(str(i)) for i in range(8)]
+    policy = policy_for(name)
+    for _ in range(512):
+        chosen = cast("FakeWorker", policy.pick(cast("list[Worker]", workers), request()))
+        chosen.requests_active += 1
+    counts = [worker.requests_active for worker in workers]
+    # By lot, a worker gets 64 +- 7.5; one with 100 comes up once in 100,000 runs.
+    spread = {"random": 100, "power_of_two": 10}.get(name, 1)
+    assert max(counts) - min(counts) <= spread
+    assert min(counts) > 0
+
+
+def test_power_of_two_never_takes_the_most_loaded() -> None:
+    loads = [
+        FakeWorker("0"),
+        FakeWorker("1", requests_active=1),
+        FakeWorker("2", requests_active=2),
+    ]
+    chosen = picks("power_of_two", loads, 300)
+    assert {*chosen} == {"0", "1"}
+    assert 150 < chosen.count("0") < 250  # two of three pairs
+
+
+def test_choosing_by_lot_does_not_look_at_everybody() -> None:
+    class Counting(list[FakeWorker]):
+        looked = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Counting.looked += 1
+            return super().__getitem__(index)
+
+    many = Counting(FakeWorker(str(i)) for i in range(1000))
+    for name in ("random", "power_of_two", "round_robin"):
+        Counting.looked = 0
+        policy_for(name).pick(cast("list[Worker]", many), request())
+        assert Counting.looked <= 2
+
+
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="'best': choose one of least_load, round_robin"):
+    with pytest.raises(ConfigError, match="'best': choose one of least_load, power_of_two"):
         policy_for("best")
 
 

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from smgd.core import Policy
 from smgd.errors import ConfigError
 from smgd.workers.policies.least_load import LeastLoad
+from smgd.workers.policies.power_of_two import PowerOfTwo
+from smgd.workers.policies.random_choice import Random
 from smgd.workers.policies.round_robin import RoundRobin
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "least_load": LeastLoad,
+    "power_of_two": PowerOfTwo,
+    "random": Random,
     "round_robin": RoundRobin,
 }
 

@@ -1,0 +1,1 @@
+"""The admin socket: what operators ask of a running daemon, and `smgctl`, which asks it."""

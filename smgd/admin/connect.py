@@ -1,0 +1,42 @@
+"""The command line of an engine that would connect to a worker, as an operator would type it.
+
+`launch.commands` has the commands for engines that smgd starts itself: one a worker, by the
+interpreter that has the engine installed. Here it is the engine's own program, and all the ranks.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Final
+
+from smgd.text.hub import BUILTIN_MODEL
+
+_ANY_HOST: Final = ("0.0.0.0", "*", "[::]")
+
+_SIMULATED: Final = "smgd-sim --handshake {handshake} --data-parallel-size {engines}"
+_COMMANDS: Final[Mapping[str, str]] = {
+    "vllm": "vllm serve {model} --headless --data-parallel-size {engines}"
+    " --data-parallel-size-local {engines} --data-parallel-address {host}"
+    " --data-parallel-rpc-port {port}",
+    "tokenspeed": "python -m tokenspeed.cli serve --headless --model {model}"
+    " --data-parallel-size {engines} --data-parallel-address {host}"
+    " --data-parallel-rpc-port {port} --zmq-engine-index 0 --grammar-backend xgrammar"
+    " --enable-output-logprobs",
+    "sglang": "python -m smg_grpc_servicer.sglang.headless --zmq-handshake-address {handshake}"
+    " --zmq-engine-index 0 --model-path {model}",
+}
+
+
+def command(runtime: str, model: str, engines: int, handshake: str) -> str:
+    """Return the command line; `model` is where the model is, `handshake` a tcp:// address."""
+    host, _, port = handshake.removeprefix("tcp://").rpartition(":")
+    host = "127.0.0.1" if host in _ANY_HOST else host
+    pattern = _SIMULATED if model == BUILTIN_MODEL else _COMMANDS[runtime]
+    return pattern.format(
+        model=shlex.quote(model),
+        engines=engines,
+        host=host,
+        port=port,
+        handshake=f"tcp://{host}:{port}",
+    )

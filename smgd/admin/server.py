@@ -1,0 +1,178 @@
+"""The admin socket's server: lines in, lines out, one task a connection.
+
+Commands are synchronous, so a connection waits for nothing but its client. The server runs until
+the daemon has ended everything else: `smgctl status` answers during a stop, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import socket
+import stat
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+import trio
+
+from smgd.admin.peer import Access, access_to, peer_of
+from smgd.admin.protocol import MAX_REQUEST, Answer, Request, decode_request, encode
+from smgd.config import AdminConfig
+from smgd.errors import ConfigError
+
+log = structlog.get_logger("smgd.admin")
+
+# Seconds: a client that has connected speaks and listens, or goes.
+IDLE_SECONDS: Final = 60.0
+BACKLOG: Final = 16
+SOCKET_NAME: Final = "smgd.sock"
+
+Run = Callable[[Request], Answer]
+
+
+async def serve(
+    listeners: list[trio.SocketListener],
+    run: Run,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answer requests with what `run` returns, until cancelled; at once without a listener."""
+    task_status.started()
+    if listeners:
+        await trio.serve_listeners(partial(_attend, run), listeners)
+
+
+async def _attend(run: Run, stream: trio.SocketStream) -> None:
+    try:
+        access = access_to(stream.socket.getsockname())
+        peer = peer_of(stream.socket)
+        if not access.allows(peer):
+            log.warning("admin socket refused", uid=peer.uid, pid=peer.pid)
+            run = partial(_refuse, access)
+        await _answer(run, stream)
+    except (OSError, trio.BrokenResourceError, trio.TooSlowError) as error:
+        log.debug("admin connection lost", reason=str(error))
+
+
+async def _answer(run: Run, stream: trio.SocketStream) -> None:
+    async with aclosing(_lines(stream)) as lines:
+        async for line in lines:
+            if len(line) > MAX_REQUEST:
+                text = f"a request has at most {MAX_REQUEST} bytes"
+                await _send(stream, Answer(error=text, kind="usage"))
+                return
+            try:
+                answer = run(decode_request(line))
+            except msgspec.DecodeError as error:
+                answer = Answer(error=f"this is not a request: {error}", kind="usage")
+            await _send(stream, answer)
+
+
+async def _lines(stream: trio.SocketStream) -> AsyncGenerator[bytes, None]:
+    """Give lines as they come; one that is too long is given as far as it has come."""
+    buffer = bytearray()
+    while True:
+        with trio.fail_after(IDLE_SECONDS):
+            data = await stream.receive_some()
+        if not data:
+            return
+        buffer += data
+        *complete, rest = buffer.split(b"\n")
+        for line in complete:
+            yield bytes(line)
+        buffer = rest
+        if len(buffer) > MAX_REQUEST:
+            yield bytes(buffer)
+
+
+async def _send(stream: trio.SocketStream, answer: Answer) -> None:
+    with trio.fail_after(IDLE_SECONDS):
+        await stream.send_all(encode(answer))
+
+
+def _refuse(access: Access, _: Request) -> Answer:
+    """Be asked in vain: a client that is not heard out might not read why."""
+    try:
+        group = grp.getgrgid(access.gid).gr_name
+    except KeyError:
+        group = str(access.gid)
+    error = (
+        f"only root, uid {access.uid} and members of the group {group} may use the admin socket:"
+        f" usermod -aG {group} USER, then log in again"
+    )
+    return Answer(error=error, kind="denied")
+
+
+# ------------------------------------------------------------------------------ the socket
+
+
+def socket_path(config: AdminConfig, environ: Mapping[str, str]) -> str:
+    """Return where the socket is to be: as configured, else in the directory that systemd made."""
+    runtime = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    return config.socket or (f"{runtime}/{SOCKET_NAME}" if runtime else "")
+
+
+@contextmanager
+def opened(
+    config: AdminConfig, path: str, inherited: list[trio.SocketListener]
+) -> Iterator[list[trio.SocketListener]]:
+    """Give the listeners of the admin socket: those inherited, or one of our own, or none.
+
+    Our own socket's file is gone when the block ends. Raises `ConfigError`.
+    """
+    if inherited or not path:
+        yield inherited
+        return
+    try:
+        gid = grp.getgrnam(config.group).gr_gid if config.group else -1
+        listener = _listen(path, int(config.mode, 8), gid)
+    except KeyError:
+        raise ConfigError(f"admin.group: there is no group {config.group!r}") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot open the admin socket {path}: {reason}") from error
+    log.info("admin socket open", path=path)
+    try:
+        yield [trio.SocketListener(trio.socket.from_stdlib_socket(listener))]
+    finally:
+        listener.close()
+        Path(path).unlink(missing_ok=True)
+
+
+def _listen(path: str, mode: int, gid: int) -> socket.socket:
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        # Nobody can connect before listen, so there is no moment with another mode.
+        if gid != -1:  # not without need: a service may be denied the call as such
+            os.chown(path, -1, gid)
+        Path(path).chmod(mode)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket file of a daemon that is gone, and nothing else. Raises OSError."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError(errno.EEXIST, "there is a file that is not a socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                Path(path).unlink()
+                return
+            except BlockingIOError:  # its backlog is full, so somebody listens
+                pass
+            raise OSError(errno.EADDRINUSE, "another process listens on it")

@@ -1,0 +1,214 @@
+"""From a configuration to the parts that run, at the start and again at SIGHUP.
+
+`reload` compares the configuration in force with the one that was read again and changes what can
+be changed under traffic: models, workers, and the keys of `setters`. Every other key that differs
+is named in the log, and stays as it is. Values are not logged: some are secrets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+from msgspec import structs
+
+from smgd import log as logging
+from smgd.config import Config, TimeoutsConfig, WorkerConfig
+from smgd.config.keys import ARRAYS, MODEL, keys_of, tables
+from smgd.engine.link import LinkSettings
+from smgd.engine.liveness import Patience
+from smgd.errors import ModelError, WorkerError
+from smgd.text.loader import ModelLoader, ModelSource
+from smgd.text.model import model_id
+from smgd.web.service import Service
+from smgd.workers.fleet import Fleet, FleetSettings
+from smgd.workers.spec import WorkerSpec, spec_of
+
+log = structlog.get_logger("smgd.reload")
+
+FIXED = "cannot change while smgd runs: restart it"
+Setter = Callable[[Any], None]
+
+
+# ------------------------------------------------------------------- what a configuration says
+
+
+def source_of(config: Config, name: str) -> ModelSource:
+    """Return where a configured model comes from; without a path of its own, its name is one."""
+    model = config.models[name]
+    path = config.model_path(name)
+    served = name if model.path else model_id(path)
+    return ModelSource(
+        id=served,
+        path=path,
+        tokenizer_path=model.tokenizer_path,
+        chat_template=model.chat_template,
+        aliases=tuple(alias for alias in (name, *model.aliases) if alias != served),
+        configured=True,
+    )
+
+
+def sources_of(config: Config) -> list[ModelSource]:
+    """Return where all configured models come from."""
+    return [source_of(config, name) for name in config.models]
+
+
+def spec_in(config: Config, worker: WorkerConfig) -> WorkerSpec:
+    """Return what a configured worker is to be."""
+    return spec_of(worker, source_of(config, config.model_of(worker)))
+
+
+def fleet_settings(config: Config) -> FleetSettings:
+    """Return what a configuration says of all workers."""
+    own = (config.server.host, config.server.port), (config.metrics_host, config.metrics.port)
+    return FleetSettings(
+        link=_link_settings(config),
+        max_logprobs=config.limits.max_logprobs,
+        health=config.health,
+        own=[f"{host}:{port}" for host, port in own],
+    )
+
+
+def _link_settings(config: Config) -> LinkSettings:
+    timeouts = config.timeouts
+    return LinkSettings(
+        startup_timeout=timeouts.zmq_startup,
+        send_timeout=timeouts.send,
+        patience=Patience(
+            heartbeat=timeouts.heartbeat,
+            silence=timeouts.silence,
+            prefill_rate=timeouts.prefill_rate,
+        ),
+    )
+
+
+# ----------------------------------------------------------------------------- under traffic
+
+
+class Parts(msgspec.Struct):
+    """What of a running daemon can be changed."""
+
+    service: Service
+    fleet: Fleet
+    loader: ModelLoader
+
+
+def reload(running: Config, wanted: Config, parts: Parts) -> Config:
+    """Make the daemon what `wanted` says, as far as that goes; return what is in force then."""
+    in_force = _change_settings(running, wanted, parts)
+    _change_models(running, wanted, parts)
+    _change_workers(running, wanted, parts.fleet)
+    if running.engines != wanted.engines:
+        log.warning(FIXED, key="engines")
+    log.info("configuration reloaded", workers=len(wanted.workers), models=len(wanted.models))
+    return structs.replace(in_force, models=wanted.models, workers=wanted.workers)
+
+
+def setters(parts: Parts) -> Mapping[str, Setter]:
+    """Return the keys that can change under traffic, and how."""
+    service, settings = parts.service, parts.fleet.settings
+
+    def set_max_logprobs(value: int) -> None:
+        service.max_logprobs = settings.max_logprobs = value
+
+    def set_payload_size(value: int) -> None:
+        service.max_payload_size = value
+
+    def set_keepalive(value: float) -> None:
+        service.sse_keepalive = value
+
+    def set_inline_chars(value: int) -> None:
+        service.stage.threshold_chars = value
+
+    def set_threads(value: int) -> None:
+        service.stage.limiter.total_tokens = value
+
+    return {
+        "log.level": logging.set_level,
+        "limits.max_logprobs": set_max_logprobs,
+        "limits.tokenizer_inline_chars": set_inline_chars,
+        "limits.tokenizer_threads": set_threads,
+        "server.max_payload_size": set_payload_size,
+        "server.sse_keepalive": set_keepalive,
+        "server.drain_window": _read_when_needed,
+        "health.remove_unhealthy_workers": _read_when_needed,
+        "health.check_interval": _read_when_needed,
+        "health.drain_settle": _read_when_needed,
+        "health.failure_threshold": _read_when_needed,
+    }
+
+
+# Set for workers that are added from then on.
+FOR_NEW_WORKERS = frozenset(f"timeouts.{name}" for name in TimeoutsConfig.__struct_fields__)
+
+
+def _read_when_needed(_: Any) -> None:
+    """Do nothing: the configuration in force and the fleet's settings are set in any case."""
+
+
+def _change_settings(running: Config, wanted: Config, parts: Parts) -> Config:
+    """Set what can be set; return the running configuration with that in it."""
+    live = setters(parts)
+    for table, name in differences(running, wanted):
+        key, value = f"{table}.{name}", getattr(getattr(wanted, table), name)
+        if key in FOR_NEW_WORKERS:
+            log.info("changed for workers that are added from now on", key=key)
+        elif key in live:
+            live[key](value)
+            log.info("changed", key=key)
+        else:
+            log.warning(FIXED, key=key)
+            continue
+        changed = structs.replace(getattr(running, table), **{name: value})
+        running = structs.replace(running, **{table: changed})
+    parts.fleet.settings.link = _link_settings(running)
+    parts.fleet.settings.health = running.health
+    parts.fleet.settings_changed()
+    return running
+
+
+def differences(one: Config, other: Config) -> Iterator[tuple[str, str]]:
+    """Give table and name of every key that differs, save for models, workers and engines."""
+    for table, struct in tables():
+        if table in (MODEL, *ARRAYS):
+            continue
+        for key in keys_of(table, struct):
+            if getattr(getattr(one, table), key.name) != getattr(getattr(other, table), key.name):
+                yield table, key.name
+
+
+def _change_models(running: Config, wanted: Config, parts: Parts) -> None:
+    """Load what is new or different; what is not wanted goes with its last worker."""
+    sources = {source.id: source for source in sources_of(wanted)}
+    for source in sources_of(running):
+        if source.id not in sources:
+            parts.fleet.release_model(source.id)
+    for source in sources.values():
+        try:
+            parts.loader.change(source)
+        except ModelError as error:
+            log.error("model not changed", model=source.id, reason=str(error))  # noqa: TRY400
+
+
+def _change_workers(running: Config, wanted: Config, fleet: Fleet) -> None:
+    urls = {worker.url for worker in wanted.workers}
+    for worker in running.workers:
+        record = fleet.by_url(worker.url)
+        if worker.url not in urls and record is not None:
+            fleet.remove(record.id)
+    for worker in wanted.workers:
+        _change_worker(spec_in(wanted, worker), worker not in running.workers, fleet)
+
+
+def _change_worker(spec: WorkerSpec, changed: bool, fleet: Fleet) -> None:
+    """Add a worker that is not there, and replace one whose table has changed."""
+    record = fleet.by_url(spec.url)
+    try:
+        if record is None or record.state == "failed":
+            fleet.add(spec)
+        elif changed:
+            fleet.replace(record.id, spec)
+    except WorkerError as error:
+        log.error("worker not changed", worker=spec.url, reason=str(error))  # noqa: TRY400

@@ -1,0 +1,358 @@
+"""The workers of a running daemon: added, changed and removed while it serves.
+
+Whoever adds a worker is told at once what can be judged at once; the rest happens in the nursery
+that `Fleet.run` opens, and what fails there stays visible in `records` until it is removed or added
+again. A worker has one task, under one cancel scope: when that ends, nothing is left of it.
+
+A socket path belongs to one worker at a time. A worker that takes the place of one that is still
+draining (`replace`, or added right after `remove`) waits for it to be gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import structlog
+import trio
+
+from smgd.config import HealthConfig
+from smgd.core import RequestIds
+from smgd.engine import guard
+from smgd.engine.link import DEFAULT_SETTINGS, LinkSettings
+from smgd.engine.paths import Addresses, check_collisions
+from smgd.engine.transport import WorkerSockets
+from smgd.engine.zmqio import ZmqContext
+from smgd.errors import WorkerError, WorkerExistsError, WorkerNotFoundError
+from smgd.text.catalog import Catalog
+from smgd.text.loader import ModelLoader, ModelSource
+from smgd.text.model import Model
+from smgd.workers.lifecycle import Thresholds
+from smgd.workers.record import Record
+from smgd.workers.registry import Registry
+from smgd.workers.spec import MODEL_LABELS, WorkerPatch, WorkerSpec, judge, load, model_of
+from smgd.workers.zmq import ZmqWorker, binder
+
+log = structlog.get_logger("smgd.workers")
+
+# Seconds; how soon it is noticed that a draining worker has become idle.
+IDLE_POLL = 0.05
+
+Bind = Callable[[Addresses], WorkerSockets]
+
+
+class FleetSettings(msgspec.Struct, kw_only=True):
+    """What holds for all workers.
+
+    `own` are the addresses (`host:port`) that no worker may have. A change of `link` is for workers
+    that are added from then on; for other changes see `Fleet.settings_changed`.
+    """
+
+    link: LinkSettings = DEFAULT_SETTINGS
+    max_logprobs: int = guard.MAX_LOGPROBS
+    health: HealthConfig = HealthConfig()
+    own: Sequence[str] = ()
+
+
+class Fleet:
+    """Owns every worker's task; `registry` has those whose task serves."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        catalog: Catalog,
+        loader: ModelLoader,
+        ids: RequestIds,
+        settings: FleetSettings,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.records: dict[str, Record] = {}
+        self.settings = settings
+        self._registry = registry
+        self._catalog = catalog
+        self._loader = loader
+        self._ids = ids
+        self._wall_clock = wall_clock
+        self._living: set[Record] = set()
+        self._bind: Bind
+        self._nursery: trio.Nursery
+        loader.on_loaded(self._model_loaded)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve all workers until cancelled."""
+        with ZmqContext() as context:
+            self._bind = binder(context)
+            async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self._probe)
+                task_status.started()
+                await trio.sleep_forever()
+
+    def model(self, name: str) -> ModelSource | None:
+        """Return the model that has a name, loaded or not."""
+        return self._loader.find(name)
+
+    def get(self, worker_id: str) -> Record:
+        """Return a worker. Raises `WorkerNotFoundError`."""
+        try:
+            return self.records[worker_id]
+        except KeyError:
+            raise WorkerNotFoundError(f"Worker {worker_id} not found") from None
+
+    def by_url(self, url: str) -> Record | None:
+        """Return the worker of a URL that is not on its way out."""
+        for record in self.records.values():
+            if record.spec.url == url and not record.leaving:
+                return record
+        return None
+
+    # ------------------------------------------------------------------- what is asked for
+
+    async def start(self, spec: WorkerSpec) -> Record:
+        """Add a worker and wait until its sockets are bound. Raises `WorkerError`."""
+        record = self._new(spec)
+        try:
+            await self._nursery.start(self._live, record, ())
+        except WorkerError:
+            self._forget(record)
+            raise
+        return record
+
+    def add(self, spec: WorkerSpec) -> Record:
+        """Add a worker; its sockets are bound in the background.
+
+        In place of one that has failed with this URL. Raises `WorkerExistsError`, `WorkerError`.
+        """
+        before = self.by_url(spec.url)
+        if before is not None and before.state != "failed":
+            raise WorkerExistsError(f"Worker {spec.url} already exists (id {before.id})")
+        record = self._new(spec)
+        if before is not None:
+            self._leave(before)
+        self._begin(record)
+        return record
+
+    def replace(self, worker_id: str, spec: WorkerSpec) -> Record:
+        """Make a worker what `spec` says; its id and URL stay.
+
+        The connection is kept if nothing that it depends on has changed, and it has not failed.
+        Raises `WorkerNotFoundError`, `WorkerError`.
+        """
+        before = self._changeable(worker_id)
+        if spec.url != before.spec.url:
+            raise WorkerError(
+                f"the URL of worker {worker_id} cannot be changed from {before.spec.url} to "
+                f"{spec.url}: add a worker, then remove this one"
+            )
+        model = model_of(spec, self._loader)
+        if before.keeps(judge(spec), model) and before.state != "failed":
+            self._rename_model(before, model)
+            return self._changed(before, spec)
+        record = self._new(spec, worker_id)
+        self._leave(before)
+        self._begin(record)
+        return record
+
+    def patch(self, worker_id: str, patch: WorkerPatch) -> Record:
+        """Change what does not touch the connection.
+
+        Raises `WorkerNotFoundError`, and `WorkerError` for labels that name another model.
+        """
+        record = self._changeable(worker_id)
+        spec = patch.apply(record.spec)
+        for label in MODEL_LABELS:
+            if spec.labels.get(label) != record.spec.labels.get(label):
+                raise WorkerError(
+                    f"labels.{label} of worker {record.spec.url} cannot be changed under its "
+                    "connection: use PUT"
+                )
+        return self._changed(record, spec)
+
+    def remove(self, worker_id: str) -> Record:
+        """Drain a worker, then release all it has. Raises `WorkerNotFoundError`."""
+        record = self.get(worker_id)
+        self._leave(record)
+        return record
+
+    def release_model(self, model_id: str) -> None:
+        """Serve a model that is not configured any more as long as it has workers."""
+        self._loader.unpin(model_id)
+        self._forget_unused(model_id)
+
+    def settings_changed(self) -> None:
+        """Tell all workers what `settings` are now."""
+        for record in self.records.values():
+            self._set(record)
+
+    def _set(self, record: Record) -> None:
+        settings = self.settings
+        failure = record.spec.health.failure_threshold or settings.health.failure_threshold
+        record.worker.set_thresholds(Thresholds(failure=failure))
+        record.worker.max_logprobs = settings.max_logprobs
+
+    def _changeable(self, worker_id: str) -> Record:
+        record = self.get(worker_id)
+        if record.leaving:
+            raise WorkerError(f"worker {record.spec.url} is being removed")
+        return record
+
+    def _rename_model(self, record: Record, model: ModelSource) -> None:
+        """Let an engine go on under another name for what it serves. Raises `WorkerError`."""
+        load(record.spec, model, self._loader)
+        before, record.model = record.model, model
+        record.worker.model_id = model.id
+        record.worker.vocab_size = self._catalog.vocab_size(model.id)
+        self._forget_unused(before.id)
+
+    def _changed(self, record: Record, spec: WorkerSpec) -> Record:
+        record.spec = spec
+        self._set(record)
+        _notice_health(spec)
+        log.info("worker changed", worker=spec.url)
+        return record
+
+    # ------------------------------------------------------------------------ its own life
+
+    def _new(self, spec: WorkerSpec, worker_id: str | None = None) -> Record:
+        """Return the record of a worker that may be. Raises `WorkerError`."""
+        wire = judge(spec)
+        others = [record.addresses for record in self._living if record.spec.url != spec.url]
+        check_collisions([*others, wire.addresses], self.settings.own)
+        source = model_of(spec, self._loader)
+        load(spec, source, self._loader)
+        if spec.declared_runtime is None:
+            log.warning(
+                "runtime_type unspecified for ZMQ worker; defaulting to vLLM EngineCore",
+                worker=spec.url,
+            )
+        _notice_health(spec)
+        worker = ZmqWorker(
+            wire.addresses,
+            source.id,
+            wire.dialect,
+            self._ids,
+            self._bind,
+            engines=wire.engines,
+            vocab_size=self._catalog.vocab_size(source.id),
+            settings=self.settings.link,
+            worker_id=worker_id,
+            on_change=self._worker_changed,
+        )
+        record = Record(spec, wire, source, worker)
+        record.since = int(self._wall_clock())
+        self._set(record)
+        self.records[worker.id] = record
+        self._living.add(record)
+        return record
+
+    def _begin(self, record: Record) -> None:
+        before = [r for r in self._living if r.spec.url == record.spec.url and r is not record]
+        self._nursery.start_soon(self._attempt, record, before)
+
+    async def _attempt(self, record: Record, before: Sequence[Record]) -> None:
+        try:
+            await self._live(record, before)
+        except WorkerError as error:
+            url = record.spec.url
+            record.reason = f"ZMQ backend handshake failed for {url}: {error}"
+            record.since = int(self._wall_clock())
+            job = f"Failed job: type=AddWorker, worker={url}"
+            log.error(job, reason=record.reason)  # noqa: TRY400 - the text suffices
+
+    async def _live(
+        self,
+        record: Record,
+        before: Sequence[Record],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Be one worker, from the end of its predecessors on. Raises `WorkerError`."""
+        try:
+            with record.scope:
+                for predecessor in before:
+                    await predecessor.gone.wait()
+                self._registry.add(record.worker)
+                try:
+                    await record.worker.run(task_status=task_status)
+                finally:
+                    self._registry.remove(record.id)
+        finally:
+            if record.leaving:
+                _remove_memory(record)
+            self._living.discard(record)
+            record.gone.set()
+
+    def _leave(self, record: Record) -> None:
+        if record.leaving:
+            return
+        record.leaving = True
+        record.since = int(self._wall_clock())
+        record.worker.drain()
+        if record.gone.is_set():
+            self._forget(record)
+        else:
+            self._nursery.start_soon(self._drain, record)
+
+    async def _drain(self, record: Record) -> None:
+        own = record.spec.health.drain_settle_secs
+        with trio.move_on_after(self.settings.health.drain_settle if own is None else own):
+            while record.worker.requests_active:  # noqa: ASYNC110 - nobody tells of the last one
+                await trio.sleep(IDLE_POLL)
+        record.scope.cancel(reason="the worker is removed")
+        await record.gone.wait()
+        self._forget(record)
+
+    def _forget(self, record: Record) -> None:
+        if self.records.get(record.id) is record:
+            del self.records[record.id]
+            log.info("worker removed", worker=record.spec.url)
+        self._forget_unused(record.worker.model_id)
+
+    def _forget_unused(self, model_id: str) -> None:
+        source = self._loader.sources.get(model_id)
+        used = any(record.worker.model_id == model_id for record in self.records.values())
+        if source is not None and not source.configured and not used:
+            self._loader.forget(model_id)
+
+    # ------------------------------------------------------------------------- what is heard
+
+    def _worker_changed(self, worker: ZmqWorker) -> None:
+        log.info("worker state", worker=worker.url, model=worker.model_id, state=worker.state)
+        self._registry.changed(worker)
+
+    def _model_loaded(self, model: Model) -> None:
+        for record in self.records.values():
+            if record.worker.model_id == model.id:
+                record.worker.vocab_size = model.files.vocab_size
+
+    async def _probe(self) -> None:
+        """Give up workers whose engine stays away, if that is wanted."""
+        while True:
+            await trio.sleep(self.settings.health.check_interval)
+            if not self.settings.health.remove_unhealthy_workers:
+                continue
+            for record in list(self.records.values()):
+                if not record.reason and not record.leaving:
+                    self._probe_one(record)
+
+    def _probe_one(self, record: Record) -> None:
+        record.worker.probe()
+        if record.worker.state == "failed":
+            log.warning("engine stayed down; removing the worker", worker=record.spec.url)
+            self._leave(record)
+
+
+def _notice_health(spec: WorkerSpec) -> None:
+    if spec.health.disable_health_check:
+        log.warning(
+            f"Ignoring disabled health checks for ZMQ worker {spec.url}: its connection says "
+            "whether the engine is there"
+        )
+
+
+def _remove_memory(record: Record) -> None:
+    """Remove what is known of a worker's engines: whoever comes next has other ones."""
+    file = record.addresses.record
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("cannot remove the engine record", file=str(file), reason=str(error))

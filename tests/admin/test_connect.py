@@ -1,0 +1,44 @@
+"""The command that `workers show` gives is the one that connects."""
+
+from __future__ import annotations
+
+import pytest
+
+from smgd.admin.connect import command
+from smgd.engine.dialects import DIALECTS
+from smgd.launch.commands import BACKENDS
+
+HANDSHAKE = "tcp://127.0.0.1:22670"
+
+
+def test_vllm() -> None:
+    assert command("vllm", "meta-llama/Llama-3.1-8B-Instruct", 2, HANDSHAKE) == (
+        "vllm serve meta-llama/Llama-3.1-8B-Instruct --headless --data-parallel-size 2"
+        " --data-parallel-size-local 2 --data-parallel-address 127.0.0.1"
+        " --data-parallel-rpc-port 22670"
+    )
+
+
+def test_it_has_the_flags_of_the_engines_that_smgd_starts_itself() -> None:
+    flags = BACKENDS["vllm"].flags.format(handshake_port=22670)
+    assert command("vllm", "m", 1, HANDSHAKE).endswith(flags)
+
+
+@pytest.mark.parametrize("runtime", DIALECTS)
+def test_every_wire_has_a_command(runtime: str) -> None:
+    assert "m" in command(runtime, "m", 1, HANDSHAKE)
+
+
+def test_the_built_in_model_is_served_by_the_simulated_engine() -> None:
+    assert command("vllm", "smgd-sim", 1, HANDSHAKE) == (
+        "smgd-sim --handshake tcp://127.0.0.1:22670 --data-parallel-size 1"
+    )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+def test_an_engine_dials_no_wildcard(host: str) -> None:
+    assert "--data-parallel-address 127.0.0.1 " in command("vllm", "m", 1, f"tcp://{host}:1")
+
+
+def test_a_path_with_a_space_is_one_word() -> None:
+    assert "serve '/models/my model' " in command("vllm", "/models/my model", 1, HANDSHAKE)

@@ -1,0 +1,84 @@
+"""Engines in memory: the test is the process, and says what it prints and how it ends."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import trio
+
+from smgd.launch.plan import EngineSpec
+from smgd.launch.process import EngineProcess, Found
+
+
+class MemoryProcess:
+    """A process that lives until `end`, or until it is terminated, unless it is stubborn."""
+
+    def __init__(self, pid: int, *, stubborn: bool = False, log: Path | None = None) -> None:
+        self.pid = pid
+        self.log = log
+        self.terminated = 0
+        self.closed = False
+        self._stubborn = stubborn
+        self._status: int | None = None
+        self._ended = trio.Event()
+        self._output, self._read = trio.open_memory_channel[bytes](math.inf)
+
+    # What the test does.
+
+    def print(self, data: bytes) -> None:
+        """Print something."""
+        self._output.send_nowait(data)
+
+    def end(self, status: int | None, *, output_stays_open: bool = False) -> None:
+        """End."""
+        self._status = status
+        self._ended.set()
+        if not output_stays_open:
+            self._output.close()
+
+    # What the supervisor sees.
+
+    async def read(self) -> bytes:
+        try:
+            return await self._read.receive()
+        except trio.EndOfChannel:
+            return b""
+
+    async def wait(self) -> int | None:
+        await self._ended.wait()
+        return self._status
+
+    def terminate(self) -> None:
+        self.terminated += 1
+        if not self._stubborn:
+            self.end(143)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class MemoryPrograms:
+    """Starts processes in memory, as many as are asked for; the latest is `process`."""
+
+    def __init__(self, *, failures: int = 0, stubborn: bool = False) -> None:
+        self.started: list[MemoryProcess] = []
+        self.started_at: list[float] = []
+        self.left: Found | None = None
+        self._failures = failures
+        self._stubborn = stubborn
+
+    @property
+    def process(self) -> MemoryProcess:
+        return self.started[-1]
+
+    def find(self, spec: EngineSpec) -> Found | None:
+        return self.left
+
+    def start(self, spec: EngineSpec) -> EngineProcess:
+        if self._failures:
+            self._failures -= 1
+            raise OSError(11, "Resource temporarily unavailable")
+        self.started.append(MemoryProcess(100 + len(self.started), stubborn=self._stubborn))
+        self.started_at.append(trio.current_time())
+        return self.process

@@ -1,0 +1,290 @@
+"""Engines are kept running, whatever they do; in memory, on a clock that jumps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+import structlog
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from smgd.launch.life import CRASH_LOOP, STABLE_SECONDS
+from smgd.launch.plan import EngineSpec, Plan
+from smgd.launch.process import Found
+from smgd.launch.supervisor import KILL_SECONDS, WEDGED_SECONDS, Supervisor
+from tests.launch.programs import MemoryProcess, MemoryPrograms
+from tests.support import MemoryWorker
+
+GRACE = 20.0
+SPEC = EngineSpec(
+    name="engine-1", url="ipc:///e/engine-1", argv=("run", "a b"), env={"TOKEN": "secret"}
+)
+PLAN = Plan(engines=(SPEC,), warnings=("vllm argument -dp 2 is dropped",))
+
+Lines = list[structlog.typing.EventDict]
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    with structlog.testing.capture_logs() as captured:
+        yield captured
+
+
+def said(lines: Lines, level: str) -> list[str]:
+    return [line["event"] for line in lines if line["log_level"] == level]
+
+
+@asynccontextmanager
+async def running(programs: MemoryPrograms, *, keep: bool = False) -> AsyncIterator[Supervisor]:
+    """Run a supervisor; at the end it must end by itself or have been stopped."""
+    supervisor = Supervisor(PLAN, programs, keep=keep, stop_grace=GRACE)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield supervisor
+        with trio.fail_after(GRACE + 2 * KILL_SECONDS):
+            await supervisor.stop()
+
+
+def state(supervisor: Supervisor) -> str:
+    return supervisor.engines[SPEC.url].life.state
+
+
+# ------------------------------------------------------------------------------- starting
+
+
+async def test_an_engine_is_started_and_the_log_says_how(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    async with running(MemoryPrograms()) as supervisor:
+        assert state(supervisor) == "running"
+    assert said(lines, "warning") == ["vllm argument -dp 2 is dropped"]
+    [started] = [line for line in lines if line["event"] == "engine started"]
+    assert (started["engine"], started["pid"]) == ("engine-1", 100)
+    assert started["command"] == "run 'a b'"
+    assert "secret" not in str(lines)
+
+
+@pytest.mark.parametrize("status", [0, 1, 137, None])
+async def test_an_engine_that_ends_is_started_again_whatever_its_status(
+    autojump_clock: MockClock, lines: Lines, status: int | None
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs):
+        await trio.sleep(STABLE_SECONDS)
+        programs.process.end(status)
+        await trio.sleep(1.5)
+        assert len(programs.started) == 2
+        assert programs.started[0].closed
+        assert not programs.started[0].terminated
+    assert said(lines, "warning")[1].endswith("after 60.0 s; next start in 1 s")
+
+
+async def test_a_crash_loop_slows_down_and_is_reported(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        for wait in (1, 2, 4, 8, 16, 32, 60, 60):
+            programs.process.end(1)
+            await trio.sleep(wait + 0.5)
+            assert state(supervisor) == "running"
+    at = programs.started_at
+    waited = [1, 2.5, 4.5, 8.5, 16.5, 32.5, 60.5, 60.5]
+    assert [b - a for a, b in pairwise(at)] == pytest.approx(waited)
+    assert len(said(lines, "error")) == 8 - (CRASH_LOOP - 1)
+    assert said(lines, "error")[0].startswith(
+        "engine ended with status 1 after 0.5 s, the 5th time"
+    )
+
+
+async def test_the_waits_of_a_crash_loop(autojump_clock: MockClock, lines: Lines) -> None:
+    programs = MemoryPrograms(failures=7)
+    began = trio.current_time()
+    async with running(programs) as supervisor:
+        assert state(supervisor) == "waiting"
+        await trio.sleep(1 + 2 + 4 + 8 + 16 + 32 + 60.5)
+        assert state(supervisor) == "running"
+    assert programs.started_at == [began + 123]
+    texts = said(lines, "warning")[1:] + said(lines, "error")
+    assert len(said(lines, "error")) == 7 - (CRASH_LOOP - 1)
+    assert texts[0] == (
+        "engine cannot be started: [Errno 11] Resource temporarily unavailable; next start in 1 s"
+    )
+
+
+# ------------------------------------------------------------------------------- output
+
+
+async def test_output_is_in_the_log_with_the_name_of_the_engine(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs):
+        programs.process.print(b"Loading\nwei")
+        await trio.testing.wait_all_tasks_blocked()
+        assert said(lines, "info")[-1] == "[engine-1] Loading"
+        programs.process.print(b"ghts\nTraceback")
+        programs.process.end(1)
+        await trio.sleep(0.5)
+        last = [text for text in said(lines, "info") if text.startswith("[engine-1]")]
+        assert last[1:] == ["[engine-1] weights", "[engine-1] Traceback"]
+
+
+async def test_output_that_stays_open_holds_up_nothing(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs):
+        programs.process.print(b"last words")
+        programs.process.end(0, output_stays_open=True)
+        await trio.sleep(2.5)
+        assert len(programs.started) == 2
+    assert "[engine-1] last words" in said(lines, "info")
+
+
+# ------------------------------------------------------------------------------- wedged
+
+
+def worker(state: str, url: str = SPEC.url) -> MemoryWorker:
+    changed = MemoryWorker(url)
+    changed.state = state  # type: ignore[assignment]
+    return changed
+
+
+async def test_an_engine_that_is_lost_and_lives_on_is_ended_and_started_again(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        supervisor.worker_changed(worker("ready"))
+        await trio.sleep(1000)
+        supervisor.worker_changed(worker("not_ready"))
+        await trio.sleep(WEDGED_SECONDS - 1)
+        assert not programs.process.terminated
+        await trio.sleep(3)
+        assert programs.started[0].terminated == 1
+        assert len(programs.started) == 2
+        assert "engine runs, and has not served for 30 s; ending it" in said(lines, "warning")
+        await trio.sleep(1000)  # the new one is not to blame for it
+        assert len(programs.started) == 2
+
+
+async def test_an_engine_that_comes_back_in_time_is_left_alone(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        for _ in range(3):
+            supervisor.worker_changed(worker("not_ready"))
+            await trio.sleep(WEDGED_SECONDS - 1)
+            supervisor.worker_changed(worker("ready"))
+        supervisor.worker_changed(worker("not_ready", "ipc:///another"))
+        await trio.sleep(1000)
+        assert not programs.process.terminated
+
+
+async def test_an_engine_that_takes_long_to_load_is_left_alone(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        supervisor.worker_changed(worker("pending"))
+        await trio.sleep(10_000)
+        assert not programs.process.terminated
+
+
+# ------------------------------------------------------------------------------- stopping
+
+
+async def test_stop_ends_the_engine_and_starts_no_other(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        await supervisor.stop()
+        assert state(supervisor) == "stopped"
+        assert programs.process.terminated == 1
+        await trio.sleep(1000)
+        assert len(programs.started) == 1
+    assert said(lines, "info")[-1] == "engine stopped"
+
+
+async def test_stop_between_two_lives_is_at_once(autojump_clock: MockClock, lines: Lines) -> None:
+    async with running(MemoryPrograms(failures=99)) as supervisor:
+        await trio.sleep(100)
+        began = trio.current_time()
+        await supervisor.stop()
+        assert trio.current_time() == began
+        assert state(supervisor) == "stopped"
+
+
+async def test_stop_does_not_wait_for_ever(autojump_clock: MockClock, lines: Lines) -> None:
+    async with running(MemoryPrograms(stubborn=True)) as supervisor:
+        began = trio.current_time()
+        await supervisor.stop()
+        assert trio.current_time() == began + GRACE + KILL_SECONDS
+    assert said(lines, "error") == ["engine does not end, not even by SIGKILL"]
+
+
+async def test_an_engine_does_not_outlive_the_task_that_owns_it(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    supervisor = Supervisor(PLAN, programs, keep=False, stop_grace=GRACE)
+    with trio.move_on_after(1):
+        await supervisor.run()
+    assert programs.process.terminated == 1
+    assert programs.process.closed
+    assert state(supervisor) == "stopped"
+
+
+# ------------------------------------------------------------------------------- kept engines
+
+
+async def test_an_engine_that_is_kept_is_left_running_at_stop(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs, keep=True) as supervisor:
+        await supervisor.stop()
+        assert state(supervisor) == "stopped"
+    assert not programs.process.terminated
+    assert programs.process.closed
+    assert said(lines, "info")[-1] == "engine left running"
+
+
+async def test_an_engine_that_was_left_is_taken_over_and_watched(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    left = MemoryProcess(7)
+    programs.left = Found(left, is_same=True)
+    async with running(programs) as supervisor:
+        assert supervisor.engines[SPEC.url].life.pid == 7
+        assert programs.started == []
+        left.end(None)
+        await trio.sleep(1.5)
+        assert len(programs.started) == 1
+    assert "engine found that was left running" in said(lines, "info")
+    assert "engine ended after 0.0 s; next start in 1 s" in said(lines, "warning")
+    assert programs.process.terminated == 1
+
+
+async def test_an_engine_that_was_left_and_is_another_is_ended_first(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    left = MemoryProcess(7, stubborn=True)
+    programs.left = Found(left, is_same=False)
+    async with running(programs) as supervisor:
+        assert left.terminated == 1
+        assert programs.started == []
+        left.end(None)
+        await trio.testing.wait_all_tasks_blocked()
+        assert left.closed
+        assert supervisor.engines[SPEC.url].life.pid == 100
