@@ -135,7 +135,7 @@ class Daemon:
         self._started = trio.Event()
         self._stopping = trio.Event()
         stage = TextStage(
-            config.limits.tokenizer_inline_chars,
+            config.limits.tokenizer_inline_bytes,
             trio.CapacityLimiter(config.limits.tokenizer_threads),
         )
         self.loader = ModelLoader(self.catalog, stage)

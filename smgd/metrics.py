@@ -155,6 +155,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._endpoints: dict[tuple[str, str], EndpointMetrics] = {}
+        self._answers: dict[tuple[str, str, int, str], tuple[Counter, Counter, Histogram]] = {}
         reg = self.registry
         self.http_requests = Counter(
             "smg_http_requests_total", "HTTP requests", ["method", "path"], registry=reg
@@ -213,6 +214,23 @@ class Metrics:
         self.http_inflight = Gauge(
             "smg_http_inflight_requests", "HTTP requests being answered", registry=reg
         )
+
+    def answered(
+        self, method: str, route: str, status: int, error_code: str, seconds: float
+    ) -> None:
+        """Count an HTTP request that has ended; all of its labels are from bounded sets."""
+        key = (method, route, status, error_code)
+        bound = self._answers.get(key)
+        if bound is None:
+            bound = self._answers[key] = (
+                self.http_requests.labels(method, route),
+                self.http_responses.labels(route, str(status), error_code),
+                self.http_duration.labels(method, route),
+            )
+        requests, responses, duration = bound
+        requests.inc()
+        responses.inc()
+        duration.observe(seconds)
 
     def watch_workers(self, source: Callable[[], Iterable[WorkerSample]]) -> None:
         """Export the workers that `source` gives at each scrape."""

@@ -119,8 +119,8 @@ def setters(parts: Parts) -> Mapping[str, Setter]:
     def set_keepalive(value: float) -> None:
         service.sse_keepalive = value
 
-    def set_inline_chars(value: int) -> None:
-        service.stage.threshold_chars = value
+    def set_inline_bytes(value: int) -> None:
+        service.stage.threshold_bytes = value
 
     def set_threads(value: int) -> None:
         service.stage.limiter.total_tokens = value
@@ -128,7 +128,7 @@ def setters(parts: Parts) -> Mapping[str, Setter]:
     return {
         "log.level": logging.set_level,
         "limits.max_logprobs": set_max_logprobs,
-        "limits.tokenizer_inline_chars": set_inline_chars,
+        "limits.tokenizer_inline_bytes": set_inline_bytes,
         "limits.tokenizer_threads": set_threads,
         "server.max_payload_size": set_payload_size,
         "server.sse_keepalive": set_keepalive,

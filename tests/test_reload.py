@@ -199,7 +199,7 @@ async def test_limits_change_and_the_rest_is_named(nursery: trio.Nursery, tmp_pa
         {MODEL}
         [limits]
         max_logprobs = 5
-        tokenizer_inline_chars = 11
+        tokenizer_inline_bytes = 11
         tokenizer_threads = 4
         [timeouts]
         silence = 17
@@ -211,7 +211,7 @@ async def test_limits_change_and_the_rest_is_named(nursery: trio.Nursery, tmp_pa
         """
         assert case.reload(0, tables=tables, base=base) == ["server.backlog", "routing.policy"]
         assert (service.max_payload_size, service.sse_keepalive) == (99, 3)
-        assert (service.stage.threshold_chars, service.stage.limiter.total_tokens) == (11, 4)
+        assert (service.stage.threshold_bytes, service.stage.limiter.total_tokens) == (11, 4)
         [record] = fleet.records.values()
         assert service.max_logprobs == fleet.settings.max_logprobs == 5
         assert record.worker.max_logprobs == 5

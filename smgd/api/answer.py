@@ -72,7 +72,7 @@ class Choice:
 
 
 class Answer:
-    """What streamed and whole answers share. `per_prompt` is the number of choices of a prompt."""
+    """What streamed and whole answers share. `done` once every choice has its finish."""
 
     stream: bool
 
@@ -98,11 +98,7 @@ class Answer:
             logprobs = None if wanted is None else format_.logprobs(vocabulary, wanted)
             self._choices.append(Choice(index, pipeline, logprobs))
         self._open = len(requests)
-
-    @property
-    def done(self) -> bool:
-        """Whether every choice has its finish."""
-        return self._open == 0
+        self.done = False
 
     def usage(self) -> Usage:
         """Return the tokens so far; a prompt counts once, however many choices it has."""
@@ -131,6 +127,7 @@ class Answer:
         if output.finish is not None:
             choice.finish = output.finish
             self._open -= 1
+            self.done = self._open == 0
         return choice, output.text, output.logprobs
 
     def _head(self, object_: str) -> dict[str, Any]:

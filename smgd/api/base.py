@@ -48,19 +48,16 @@ class Plan(Protocol):
 
     All methods are synchronous; `feed` may be called by the engine's reader. `eager` plans must be
     fed whenever there is news (stop strings), others may wait for the end if nothing is streamed.
+    `done` is true once every sequence has its finish.
     """
 
     requests: list[GenerationRequest]
     stream: bool
     eager: bool
+    done: bool
 
     def feed(self, sequence: Sequence) -> bytes:
         """Take a sequence's news; return the frames they make: none if not streamed."""
-        ...
-
-    @property
-    def done(self) -> bool:
-        """Whether every sequence has its finish."""
         ...
 
     def end(self) -> bytes:

@@ -26,7 +26,7 @@ MAX_SEQUENCES = 2048
 MAX_STOP_CHARS = 4096
 
 # No token is longer than this in the vocabularies that are in use; longer stops cannot be one.
-LONGEST_TOKEN_CHARS = 64
+LONGEST_STOP = 64
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -202,12 +202,11 @@ def stop_rules(params: GenerationParams, model: Model) -> StopRules:
     """
     strings = stop_strings(params)
     single: dict[int, str] = {}
-    if strings and not params.min_tokens:
-        short = [string for string in strings if len(string) <= LONGEST_TOKEN_CHARS]
-        encoded = zip(short, model.tokenizer.encode_all(short), strict=True)
-        # A tokenizer may turn other texts into the token as well: those must not stop the engine.
-        decode = model.tokenizer.decode
-        single = {i[0]: s for s, i in encoded if len(i) == 1 and decode(i, False) == s}
+    if not params.min_tokens:
+        for string in strings:
+            token = model.tokenizer.only_token(string) if len(string) <= LONGEST_STOP else None
+            if token is not None:
+                single[token] = string
     return StopRules(strings, bool(params.include_stop_str_in_output), single)
 
 

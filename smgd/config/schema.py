@@ -180,11 +180,11 @@ class LimitsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             " --max-logprobs of the engines.",
         ),
     ] = 20
-    tokenizer_inline_chars: Annotated[
+    tokenizer_inline_bytes: Annotated[
         int,
         Meta(
             ge=0,
-            extra={"unit": "characters"},
+            extra=_BYTES,
             description="Longest text that is tokenized on the event loop; a longer one goes to a"
             " thread, so that it does not hold up the streams.",
         ),

@@ -18,7 +18,7 @@ from smgd.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 # Under 3000 tokens of English, 1 to 2 ms.
-THRESHOLD_CHARS = 12_288
+THRESHOLD_BYTES = 12_288
 # Token ids that are decoded at one go, well under a millisecond.
 DECODE_SLICE = 4096
 # More threads than this only compete with the loop for cores.
@@ -28,14 +28,13 @@ THREADS = 2
 class TextStage:
     """Encodes texts and loads models without holding up the loop.
 
-    `threshold_chars` is the longest text (characters) that is encoded on the loop; it counts
-    double where a text is not ASCII, since such text has more tokens per character.
+    `threshold_bytes` is the longest text, in bytes of UTF-8, that is encoded on the loop.
     """
 
     def __init__(
-        self, threshold_chars: int = THRESHOLD_CHARS, limiter: trio.CapacityLimiter | None = None
+        self, threshold_bytes: int = THRESHOLD_BYTES, limiter: trio.CapacityLimiter | None = None
     ) -> None:
-        self.threshold_chars = threshold_chars
+        self.threshold_bytes = threshold_bytes
         self.limiter = limiter or trio.CapacityLimiter(THREADS)
 
     async def encode(
@@ -57,7 +56,7 @@ class TextStage:
 
     async def _at_best(self, weight: int, fn: Callable[[], T]) -> T:
         """Run a function on the loop if its text is short, else in a thread."""
-        if weight > self.threshold_chars:
+        if weight > self.threshold_bytes:
             return await self._run(fn)
         # A burst of requests gives way to running streams between one prompt and the next.
         await trio.lowlevel.checkpoint()
@@ -84,5 +83,5 @@ class TextStage:
 
 
 def _weight(text: str) -> int:
-    # Other scripts than ASCII's have more tokens per character.
-    return len(text) if text.isascii() else 2 * len(text)
+    # Bytes: other scripts than Latin have more tokens per character, about as many per byte.
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))

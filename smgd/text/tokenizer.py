@@ -9,6 +9,7 @@ tokens that tokenizer_config.json calls special are, even where tokenizer.json d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Tokenizer:
         self.vocab_size: int = self.vocabulary.size
         self.special_ids = frozenset(self.vocabulary.special)
         self.eos_token_id = self.id_of(special_tokens.get("eos_token", ""))
+        # Clients tend to send the same stop strings with every request.
+        self.only_token = lru_cache(maxsize=1024)(self._only_token)
         self.longest_token = max(map(len, backend.get_vocab()), default=1)
         pattern = splitter(backend)
         self.segments = None if pattern is None else SegmentCache(pattern)
@@ -73,6 +76,13 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def _only_token(self, text: str) -> int | None:
+        """Return the id of the token that a text is, if it is one and that token nothing else."""
+        ids = self.encode(text)
+        if len(ids) != 1 or self.decode(ids, skip_special_tokens=False) != text:
+            return None
+        return ids[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, without special tokens. Releases the GIL as well."""

@@ -35,8 +35,6 @@ PROBES = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER = "other"
 
-_ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-
 
 class Access:
     """The record of one request, from its head to the end of its answer.
@@ -66,9 +64,7 @@ class Access:
     def close(self, metrics: Metrics) -> None:
         """Count the request and write its line."""
         seconds = trio.current_time() - self.started
-        metrics.http_requests.labels(self.method, self.route).inc()
-        metrics.http_responses.labels(self.route, str(self.status), self.error_code).inc()
-        metrics.http_duration.labels(self.method, self.route).observe(seconds)
+        metrics.answered(self.method, self.route, self.status, self.error_code, seconds)
         write = log.debug if self.route in PROBES else log.info
         if self.error_code:
             self.fields["error_code"] = self.error_code
@@ -84,8 +80,8 @@ class Access:
 
 
 def new_id(prefix: str) -> str:
-    """Return a fresh public id: the prefix and 24 letters and digits."""
-    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(24))
+    """Return a fresh public id: the prefix and 24 hexadecimal digits."""
+    return prefix + secrets.token_hex(12)
 
 
 def request_id(header: Callable[[bytes], bytes | None], otherwise: str) -> str:

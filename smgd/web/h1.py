@@ -168,6 +168,7 @@ class FastExchange:
         "_held",
         "_remaining",
         "_request",
+        "_send_raw",
         "_writing",
         "can_write_nowait",
         "client",
@@ -192,6 +193,7 @@ class FastExchange:
         self.can_write_nowait = False
         self._request = request
         self._h1 = h1
+        self._send_raw = h1.link.raw.send
         self._held = b""
         self._writing = False  # stays true when a write was cut off: the wire is then unusable
         self._framing = Framing.NO_BODY
@@ -299,11 +301,14 @@ class FastExchange:
     def write_nowait(self, data: bytes) -> bytes:
         if self.ended or not self.started:
             raise SinkClosed("the response is over")
-        self._held += self._framed(data)
+        framed = self._framed(data)
+        if self._held:
+            framed = self._held + framed
         if not self.can_write_nowait:
-            return self._held
+            self._held = framed
+            return framed
         try:
-            sent = self._h1.link.raw.send(self._held)
+            sent = self._send_raw(framed)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -311,6 +316,6 @@ class FastExchange:
             self.can_write_nowait = False
             self._h1.link.expire("the client is gone")
             raise SinkClosed("the client is gone") from error
-        self._held = self._held[sent:]
+        self._held = framed[sent:]
         self.can_write_nowait = not self._held
         return self._held

@@ -171,14 +171,14 @@ class _Direct:
     sequence that smgd stopped: `rest` is then what was rendered and not written.
     """
 
-    __slots__ = ("exchange", "plan", "rest", "stuck", "wrote_at")
+    __slots__ = ("exchange", "plan", "rest", "stuck", "wrote")
 
     def __init__(self, exchange: Exchange, plan: Plan) -> None:
         self.exchange = exchange
         self.plan = plan
         self.rest = b""
         self.stuck = False
-        self.wrote_at = trio.current_time()
+        self.wrote = False
 
     def __call__(self, sequence: Sequence) -> bool:
         """Write a sequence's news; tell whether the task must wake."""
@@ -188,7 +188,7 @@ class _Direct:
         if self.plan.done:
             self.rest, self.stuck = data, True
         elif data:
-            self.wrote_at = trio.current_time()
+            self.wrote = True
             try:
                 self.stuck = bool(self.exchange.write_nowait(data))
             except SinkClosed:
@@ -196,16 +196,21 @@ class _Direct:
         return self.stuck
 
     async def news(self, generation: Generation, keepalive: float) -> list[Sequence] | None:
-        """Wait for what the task must do; None after `keepalive` seconds without a write."""
+        """Wait for what the task must do; None after a silence of `keepalive` seconds.
+
+        Writes are not timed: that one happened is noticed at the next look, two looks a period, so
+        a silence lasts at most half as long again.
+        """
         self.stuck = False
         generation.hook = self if self.exchange.can_write_nowait else None
+        quiet = 0
         try:
-            while True:
-                with trio.move_on_at(self.wrote_at + keepalive):
+            while quiet < 2:
+                self.wrote = False
+                with trio.move_on_after(keepalive / 2):
                     return await generation.wait()
-                if trio.current_time() >= self.wrote_at + keepalive:
-                    self.wrote_at = trio.current_time()
-                    return None
+                quiet = 0 if self.wrote else quiet + 1
+            return None
         finally:
             generation.hook = None
 
@@ -230,7 +235,6 @@ async def _stream(
         if data or direct.stuck:
             await _start(exchange, access)
             await exchange.write(data)
-            direct.wrote_at = trio.current_time()
     await _start(exchange, access)
     await exchange.end(data + plan.end())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -337,8 +336,8 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(model: Model) -
 
 async def test_a_stop_whose_token_stands_for_something_else_is_no_stop_id(model: Model) -> None:
     class Lowercasing(Tokenizer):
-        def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-            return super().encode_all([text.lower() for text in texts])
+        def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+            return super().encode(text.lower(), add_special_tokens)
 
     tokenizer = Lowercasing(model.tokenizer.backend, model.tokenizer.special_tokens)
     lowercasing = msgspec.structs.replace(model, tokenizer=tokenizer)
@@ -349,7 +348,7 @@ async def test_a_stop_whose_token_stands_for_something_else_is_no_stop_id(model:
 
 
 async def test_cancelling_a_plan_while_a_long_text_is_tokenized(model: Model) -> None:
-    stage = TextStage(threshold_chars=0)
+    stage = TextStage(threshold_bytes=0)
     request, _ = decode_chat(body(messages=[{"role": "user", "content": "word " * 200_000}]))
     ctx = msgspec.structs.replace(context(model, 10**7), stage=stage)
     with trio.move_on_after(0.01) as scope:

@@ -50,7 +50,7 @@ async def test_a_confined_daemon_serves(
         server.drain_window = 0
         metrics.port = 0
         admin.socket = "{tmp_path}/smgd.sock"
-        limits.tokenizer_inline_chars = 100
+        limits.tokenizer_inline_bytes = 100
         [models."smgd-sim"]
         [[workers]]
         url = "ipc://{house.paths[0]}"

@@ -138,7 +138,7 @@ async def test_pieces_forgotten_while_others_are_encoded_are_no_problem() -> Non
     tokenizer.segments = SegmentCache(
         splitter(tokenizer.backend) or pytest.fail("unproven"), limit=2048
     )
-    stage = TextStage(threshold_chars=0)  # every new piece is encoded in a thread
+    stage = TextStage(threshold_bytes=0)  # every new piece is encoded in a thread
     results: dict[str, list[int]] = {}
 
     async def ask(text: str) -> None:

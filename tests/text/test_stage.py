@@ -23,7 +23,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("length", [0, 5, 20])
 async def test_same_ids_inline_and_in_a_thread(tokenizer: Tokenizer, length: int) -> None:
-    stage = TextStage(threshold_chars=10)
+    stage = TextStage(threshold_bytes=10)
     text = "ab" * (length // 2)
     assert await stage.encode(tokenizer, text) == tokenizer.encode(text)
     with_bos = await stage.encode(tokenizer, text, add_special_tokens=True)
@@ -39,7 +39,7 @@ async def test_the_threshold_counts_double_beyond_ascii(
     tokenizer: Tokenizer, text: str, in_thread: bool
 ) -> None:
     limiter = trio.CapacityLimiter(1)
-    stage = TextStage(threshold_chars=10, limiter=limiter)
+    stage = TextStage(threshold_bytes=10, limiter=limiter)
     # With the only thread taken, what needs one cannot go on.
     limiter.acquire_on_behalf_of_nowait("somebody else")
     finished = False
@@ -58,7 +58,7 @@ async def test_the_threshold_counts_double_beyond_ascii(
 
 
 async def test_encoding_is_a_checkpoint_and_can_be_cancelled(tokenizer: Tokenizer) -> None:
-    stage = TextStage(threshold_chars=10)
+    stage = TextStage(threshold_bytes=10)
     for text in ("short", "longer than ten"):
         with trio.testing.assert_checkpoints():
             await stage.encode(tokenizer, text)
@@ -105,7 +105,7 @@ async def test_loading_a_model(tmp_path: Path) -> None:
 
 
 async def test_loading_does_not_keep_prompts_waiting(tokenizer: Tokenizer) -> None:
-    stage = TextStage(threshold_chars=0)
+    stage = TextStage(threshold_bytes=0)
     release = threading.Event()
     async with trio.open_nursery() as nursery:
         for _ in range(3):
