@@ -80,6 +80,8 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     linger: float = 0.2
 
 
+_STOPPED = "the worker was stopped"
+
 DEFAULT_SETTINGS = LinkSettings()
 
 
@@ -176,7 +178,7 @@ class EngineLink:
     async def _serve_until_socket_fails(self, sockets: WorkerSockets) -> None:
         self._input = sockets.input
         self._bound_at = trio.current_time()
-        reason = "the worker was stopped"
+        reason = _STOPPED
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read_handshake, sockets.handshake)
@@ -400,7 +402,10 @@ class EngineLink:
         self._on_ready()
 
     def _was_lost(self, reason: str, failed: int) -> None:
-        self._log.warning("engine session ended", reason=reason, requests_failed=failed)
+        if reason == _STOPPED:
+            self._log.info("session closed", requests_failed=failed)
+        else:
+            self._log.warning("engine session ended", reason=reason, requests_failed=failed)
         self._changes.unpark_all()
         self._ask_soon()
         self._on_lost(reason)

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-# Bytes of keys and ids together. A conversation of 8,000 tokens takes about 64 KiB.
+# Bytes of keys and ids together. A conversation of 8,000 tokens takes about 70 KB.
 CACHE_BYTES = 32 * 1024 * 1024
 # A single piece that would take more than this share of the cache is not kept.
 LARGEST_SHARE = 8
@@ -92,13 +93,13 @@ class SegmentCache:
     def __init__(self, pattern: re.Pattern[str], limit: int = CACHE_BYTES) -> None:
         self._pattern = pattern
         self._limit = limit
-        self._ids: OrderedDict[str, list[int]] = OrderedDict()
+        self._ids: OrderedDict[str, array[int]] = OrderedDict()
         self.size = 0
 
-    def look_up(self, text: str) -> list[str | list[int]]:
+    def look_up(self, text: str) -> list[str | array[int]]:
         """Return a text's pieces in order, each as its ids if they are known."""
         known = self._ids
-        parts: list[str | list[int]] = []
+        parts: list[str | array[int]] = []
         for piece in cut_at(self._pattern, text):
             ids = known.get(piece)
             if ids is None:
@@ -108,7 +109,7 @@ class SegmentCache:
                 parts.append(ids)
         return parts
 
-    def assemble(self, parts: Iterable[str | list[int]], new: dict[str, list[int]]) -> list[int]:
+    def assemble(self, parts: Iterable[str | array[int]], new: dict[str, list[int]]) -> list[int]:
         """Return the ids of looked-up pieces, given those of the `new` ones, and remember these."""
         ids: list[int] = []
         for part in parts:
@@ -121,12 +122,12 @@ class SegmentCache:
         size = _size(piece, ids)
         if piece in self._ids or size > self._limit // LARGEST_SHARE:
             return
-        self._ids[piece] = ids
+        self._ids[piece] = array("I", ids)
         self.size += size
         while self.size > self._limit:
             self.size -= _size(*self._ids.popitem(last=False))
 
 
-def _size(piece: str, ids: list[int]) -> int:
-    # Bytes of the entry itself, of the text, and of the ids (8 a reference, 28 an int).
-    return 200 + len(piece) * (1 if piece.isascii() else 4) + 36 * len(ids)
+def _size(piece: str, ids: Sequence[int]) -> int:
+    # Bytes of the entry itself, of the text, and of the ids.
+    return 250 + len(piece) * (1 if piece.isascii() else 4) + 4 * len(ids)

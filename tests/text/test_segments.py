@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -158,7 +159,7 @@ def test_the_cache_is_bounded_and_forgets_the_oldest() -> None:
         piece = f"text {i}"
         assert cache.assemble(cache.look_up(piece), {piece: [i] * 10}) == [i] * 10
         assert cache.size <= 10_000
-    assert cache.look_up("text 999") == [[999] * 10]
+    assert cache.look_up("text 999") == [array("I", [999] * 10)]
     assert cache.look_up("text 0") == ["text 0"]
 
 
