@@ -11,6 +11,7 @@ Label values are bounded: paths are route patterns or `other`, models are those 
 
 from __future__ import annotations
 
+from collections import Counter as PyCounter
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -51,6 +52,12 @@ _COUNTED = {
 }
 
 
+# What this gateway is, in the words of the field's dashboards: (router_type, backend_type).
+KIND = ("zmq", "regular")
+CONNECTION_MODE = "zmq"
+WORKER_TYPE = "regular"
+
+
 class RankSample(msgspec.Struct, frozen=True):
     """What one engine rank reported last, and whether it takes requests."""
 
@@ -85,6 +92,12 @@ class _WorkerCollector(Collector):
         health = GaugeMetricFamily(
             "smg_worker_health", "1 while the worker is ready", labels=["worker"]
         )
+        pool = GaugeMetricFamily(
+            "smg_worker_pool_size",
+            "Workers of the model, ready or not",
+            labels=["worker_type", "connection_mode", "model"],
+        )
+        sizes: PyCounter[str] = PyCounter()
         labels = ["worker", "model", "dp_rank"]
         running = GaugeMetricFamily(
             "smg_engine_running_requests", "Requests the engine runs", labels=labels
@@ -105,6 +118,7 @@ class _WorkerCollector(Collector):
         for sample in self._source():
             for name, family in counters.items():
                 family.add_metric([sample.worker], getattr(sample.counts, name))
+            sizes[sample.model] += 1
             active.add_metric([sample.worker], sample.requests_active)
             health.add_metric([sample.worker], float(sample.healthy))
             for rank in sample.ranks:
@@ -113,40 +127,73 @@ class _WorkerCollector(Collector):
                 running.add_metric(values, rank.running)
                 waiting.add_metric(values, rank.waiting)
                 usage.add_metric(values, rank.kv_usage)
-        yield from (active, health, ready, running, waiting, usage, *counters.values())
+        for model, size in sizes.items():
+            pool.add_metric([WORKER_TYPE, CONNECTION_MODE, model], size)
+        yield from (pool, active, health, ready, running, waiting, usage, *counters.values())
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a generation that has ended. Times in seconds; None where it is not known.
+
+    `seconds` is from the request's head to the end, `ttft` to the first token, `generation` from
+    there on. `queue` and `prefill` are the engine's own figures: until it was scheduled, and from
+    there to the first token.
+    """
+
+    streaming: bool
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    ttft: float | None
+    generation: float | None
+    queue: float | None
+    prefill: float | None
 
 
 class EndpointMetrics:
     """The series of one (model, endpoint), bound once: what a request adds to when it ends."""
 
-    __slots__ = ("input_tokens", "output_tokens", "requests", "tpot", "ttft")
+    __slots__ = (
+        "_duration", "_generation", "_input_tokens", "_output_tokens", "_requests", "_stages",
+        "_tpot", "_ttft",
+    )  # fmt: skip
 
     def __init__(self, metrics: Metrics, model: str, endpoint: str) -> None:
-        self.requests = {
-            streaming: metrics.requests.labels(model, endpoint, str(streaming).lower())
+        labels = (*KIND, model, endpoint)
+        self._requests = {
+            streaming: metrics.requests.labels(
+                *KIND, CONNECTION_MODE, model, endpoint, str(streaming).lower()
+            )
             for streaming in (False, True)
         }
-        self.ttft = metrics.ttft.labels(model, endpoint)
-        self.tpot = metrics.tpot.labels(model, endpoint)
-        self.input_tokens = metrics.tokens.labels(model, endpoint, "input")
-        self.output_tokens = metrics.tokens.labels(model, endpoint, "output")
+        self._duration = metrics.duration.labels(*KIND, CONNECTION_MODE, model, endpoint)
+        self._ttft = metrics.ttft.labels(*labels)
+        self._tpot = metrics.tpot.labels(*labels)
+        self._generation = metrics.generation.labels(*labels)
+        self._input_tokens = metrics.tokens.labels(*labels, "input")
+        self._output_tokens = metrics.tokens.labels(*labels, "output")
+        self._stages = {
+            stage: metrics.stages.labels(KIND[0], stage) for stage in ("queue", "prefill", "decode")
+        }
 
-    def finished(
-        self,
-        streaming: bool,
-        prompt_tokens: int,
-        completion_tokens: int,
-        ttft: float | None,
-        generation: float | None,
-    ) -> None:
-        """Count a generation that has ended. Times in seconds; None where no token came."""
-        self.requests[streaming].inc()
-        self.input_tokens.inc(prompt_tokens)
-        self.output_tokens.inc(completion_tokens)
-        if ttft is not None:
-            self.ttft.observe(ttft)
-        if generation is not None and completion_tokens > 1:
-            self.tpot.observe(generation / (completion_tokens - 1))
+    def finished(self, what: Finished) -> None:
+        """Count a generation that has ended."""
+        self._requests[what.streaming].inc()
+        self._duration.observe(what.seconds)
+        self._input_tokens.inc(what.prompt_tokens)
+        self._output_tokens.inc(what.completion_tokens)
+        _observe(self._ttft, what.ttft)
+        _observe(self._generation, what.generation)
+        if what.generation is not None and what.completion_tokens > 1:
+            self._tpot.observe(what.generation / (what.completion_tokens - 1))
+        _observe(self._stages["queue"], what.queue)
+        _observe(self._stages["prefill"], what.prefill)
+        _observe(self._stages["decode"], what.generation)
+
+
+def _observe(series: Histogram, seconds: float | None) -> None:
+    if seconds is not None:
+        series.observe(seconds)
 
 
 class Metrics:
@@ -173,30 +220,59 @@ class Metrics:
             buckets=DURATION_BUCKETS,
             registry=reg,
         )
+        kind = ["router_type", "backend_type"]
         self.requests = Counter(
             "smg_router_requests_total",
             "Requests given to engines",
-            ["model", "endpoint", "streaming"],
+            [*kind, "connection_mode", "model", "endpoint", "streaming"],
             registry=reg,
         )
+        self.duration = Histogram(
+            "smg_router_request_duration_seconds",
+            "From the request's head to the end of the answer, of requests given to engines",
+            [*kind, "connection_mode", "model", "endpoint"],
+            buckets=DURATION_BUCKETS,
+            registry=reg,
+        )
+        self.errors = Counter(
+            "smg_router_request_errors_total",
+            "Requests that were answered with an error",
+            [*kind, "connection_mode", "model", "endpoint", "error_type"],
+            registry=reg,
+        )
+        self.stages = Histogram(
+            "smg_router_stage_duration_seconds",
+            "Where a request's time went: queue and prefill by the engine's clock, decode by ours",
+            ["router_type", "stage"],
+            buckets=TOKEN_BUCKETS,
+            registry=reg,
+        )
+        labels = [*kind, "model", "endpoint"]
         self.tokens = Counter(
             "smg_router_tokens_total",
             "Tokens of finished requests",
-            ["model", "endpoint", "token_type"],
+            [*labels, "token_type"],
             registry=reg,
         )
         self.ttft = Histogram(
             "smg_router_ttft_seconds",
             "From the request's head to the first token",
-            ["model", "endpoint"],
+            labels,
             buckets=TOKEN_BUCKETS,
             registry=reg,
         )
         self.tpot = Histogram(
             "smg_router_tpot_seconds",
             "Mean time per token after the first",
-            ["model", "endpoint"],
+            labels,
             buckets=TOKEN_BUCKETS,
+            registry=reg,
+        )
+        self.generation = Histogram(
+            "smg_router_generation_duration_seconds",
+            "From the first token to the end",
+            labels,
+            buckets=DURATION_BUCKETS,
             registry=reg,
         )
         self.unknown_fields = Counter(
@@ -231,6 +307,10 @@ class Metrics:
         requests.inc()
         responses.inc()
         duration.observe(seconds)
+
+    def failed(self, model: str, endpoint: str, error_type: str) -> None:
+        """Count a request that was answered with an error; `model` is an id of ours, or unknown."""
+        self.errors.labels(*KIND, CONNECTION_MODE, model, endpoint, error_type).inc()
 
     def watch_workers(self, source: Callable[[], Iterable[WorkerSample]]) -> None:
         """Export the workers that `source` gives at each scrape."""

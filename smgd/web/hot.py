@@ -14,8 +14,10 @@ import trio
 from smgd.api import QUERIES, SURFACES
 from smgd.api.base import Plan, PlanContext, Query, QueryContext, Surface
 from smgd.api.envelope import error_body, error_event
+from smgd.core import Timings
 from smgd.dispatch import Generation, Sequence
 from smgd.errors import ApiError, internal_error
+from smgd.metrics import Finished
 from smgd.web import gate
 from smgd.web.exchange import Exchange, SinkClosed
 from smgd.web.service import Running, Service
@@ -43,7 +45,15 @@ def _surface_handler(service: Service, surface: Surface) -> Handler:
         response_id = gate.new_id(surface.id_prefix)
         access = _access(exchange, surface.path, response_id)
         run = answer(service, surface, exchange, access, response_id)
-        await _gated(service, exchange, access, run, surface.error_body, surface.error_event)
+        await _gated(
+            service,
+            exchange,
+            access,
+            surface.endpoint,
+            run,
+            surface.error_body,
+            surface.error_event,
+        )
 
     return handle
 
@@ -52,7 +62,7 @@ def _query_handler(service: Service, query: Query, path: str) -> Handler:
     async def handle(exchange: Exchange) -> None:
         access = _access(exchange, path, gate.new_id("req-"))
         run = answer_query(service, query, exchange, access)
-        await _gated(service, exchange, access, run, error_body, error_event)
+        await _gated(service, exchange, access, query.endpoint, run, error_body, error_event)
 
     return handle
 
@@ -65,6 +75,7 @@ async def _gated(
     service: Service,
     exchange: Exchange,
     access: gate.Access,
+    endpoint: str,
     run: Awaitable[None],
     body: Callable[[ApiError], bytes],
     event: Callable[[ApiError], bytes],
@@ -74,10 +85,12 @@ async def _gated(
         try:
             await run
         except ApiError as error:
+            _count_error(service, endpoint, access, error)
             await _refuse(exchange, access, error, body, event)
         except Exception:
             # One broken answer must not take its neighbours along: it fails alone, loudly.
             log.exception("request failed", request_id=access.id)
+            _count_error(service, endpoint, access, internal_error())
             await _refuse(exchange, access, internal_error(), body, event)
         finally:
             if not exchange.ended:
@@ -96,6 +109,10 @@ async def answer_query(
     body = await query.run(request, QueryContext(model, length, service.stage))
     access.answered(200)
     await exchange.respond(200, [gate.JSON, *gate.common_headers(access)], body)
+
+
+def _count_error(service: Service, endpoint: str, access: gate.Access, error: ApiError) -> None:
+    service.metrics.failed(access.fields.get("model", "unknown"), endpoint, _error_type(error))
 
 
 def _count_unknown(
@@ -275,9 +292,18 @@ def _account(
     first = [s.first_token_at for s in generation.sequences if s.first_token_at is not None]
     now = trio.current_time()
     ttft = min(first) - access.started if first else None
-    metrics = service.metrics.endpoint(plan.requests[0].model, surface.endpoint)
-    metrics.finished(
-        plan.stream, usage.prompt, usage.completion, ttft, now - min(first) if first else None
+    queue, prefill = _engine_times(generation.sequences[0].timings)
+    service.metrics.endpoint(plan.requests[0].model, surface.endpoint).finished(
+        Finished(
+            streaming=plan.stream,
+            prompt_tokens=usage.prompt,
+            completion_tokens=usage.completion,
+            seconds=now - access.started,
+            ttft=ttft,
+            generation=now - min(first) if first else None,
+            queue=queue,
+            prefill=prefill,
+        )
     )
     worker = generation.sequences[0].worker
     access.fields.update(
@@ -288,3 +314,25 @@ def _account(
         finish_reason=plan.finish_reasons() or None,
         ttft_ms=round(ttft * 1000, 1) if ttft is not None else None,
     )
+
+
+def _engine_times(timings: Timings | None) -> tuple[float | None, float | None]:
+    """Return how long a sequence waited in the engine, and how long its prompt took (seconds)."""
+    if timings is None or timings.queued is None or timings.scheduled is None:
+        return None, None
+    first = timings.first_token
+    return timings.scheduled - timings.queued, None if first is None else first - timings.scheduled
+
+
+def _error_type(error: ApiError) -> str:
+    """Return the field's word for the kind of an error."""
+    known = {
+        "no_available_workers": "no_workers",
+        "engine_lost": "unavailable",
+        "shutting_down": "unavailable",
+        "tokenizer_not_found": "unavailable",
+        "request_timeout": "timeout",
+        "engine_error": "backend_error",
+    }
+    other = "validation_error" if error.status < 500 else "internal_error"
+    return known.get(error.code, other)

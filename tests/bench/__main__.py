@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peer=not args.alone,
         also={path.name: path.resolve() for path in args.also},
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what was started, as Ctrl-C does
     try:
         return _measure(settings, cells, args.json)
     except (build.NeedError, GatewayError, RigError, RuntimeError, OSError) as error:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,19 +247,29 @@ class Engine:
 class Gateway:
     """An smgd process, and the few questions about it that tests ask.
 
-    `socket_path` is that of a former one whose engine it shall find.
+    `socket_path` is that of a former one whose engine it shall find. `program` is the arguments of
+    Python that stand for `smgd`, and `flags` are further ones of `smgd launch`.
     """
 
-    def __init__(self, directory: Path, model: Path, socket_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        socket_path: Path | None = None,
+        *,
+        program: Sequence[str] = ("-m", "smgd.cli"),
+        flags: Sequence[str] = (),
+    ) -> None:
         if socket_path is None:
-            self.socket_path, self.engine_port = _free_socket_path(directory)
+            self.socket_path, self.engine_port = free_socket_path(directory)
         else:
             self.socket_path, self.engine_port = socket_path, handshake_port(str(socket_path))
         command = [
-            *(sys.executable, "-m", "smgd.cli", "launch", "--worker-urls"),
+            *(sys.executable, *program, "launch", "--worker-urls"),
             *(f"ipc://{self.socket_path}", "--model-path", str(model)),
             *("--served-model-name", MODEL_NAME),
             *("--host", HOST, "--port", "0", "--prometheus-port", "0", "--log-json"),
+            *flags,
         ]
         self.family = Family("smgd", command, directory / "smgd.log", os.environ)
         try:
@@ -345,7 +355,7 @@ def wait_served(engine: Engine, gateway: Gateway) -> None:
         raise RigError(f"{error}\n{engine.family.tail()}") from error
 
 
-def _free_socket_path(directory: Path) -> tuple[Path, int]:
+def free_socket_path(directory: Path) -> tuple[Path, int]:
     """Return a worker path whose derived handshake port nobody has, and that port."""
     for number in range(50):
         path = directory / f"engine-{number}"

@@ -7,7 +7,7 @@ import pytest
 from smgd import __version__
 from tests.flows.client import CHAT, Call, dial, fetch, head
 from tests.flows.conftest import Build, Start
-from tests.flows.house import until
+from tests.flows.house import sample, until
 
 
 async def test_readiness_tells_the_truth_from_the_first_engine_to_the_last(build: Build) -> None:
@@ -109,14 +109,23 @@ async def test_counters_of_finished_requests(start: Start) -> None:
     for stream in (False, True):
         assert (await house.ask("count me", max_tokens=6, stream=stream)).status == 200
     assert (await house.ask("refuse me", max_tokens=0, nonsense=1)).status == 400
-    labels = {"model": "smgd-sim", "endpoint": "chat"}
+    kind = {"router_type": "zmq", "backend_type": "regular"}
+    labels = {**kind, "model": "smgd-sim", "endpoint": "chat"}
+    zmq = {**labels, "connection_mode": "zmq"}
     for page in (house.port, house.metrics_port):
         text = (await fetch(page, "/metrics")).body.decode()
-        assert (
-            'smg_router_requests_total{endpoint="chat",model="smgd-sim",streaming="true"}' in text
-        )
+        assert sample(text, "smg_router_requests_total", **zmq, streaming="true") == 1
+    assert await house.metric("smg_router_request_duration_seconds_count", **zmq) == 2
+    refused = {**zmq, "error_type": "validation_error"}
+    assert await house.metric("smg_router_request_errors_total", **refused) == 1
+    for stage in ("queue", "prefill", "decode"):
+        name = "smg_router_stage_duration_seconds_count"
+        assert await house.metric(name, router_type="zmq", stage=stage) == 2
+    pool = {"worker_type": "regular", "connection_mode": "zmq", "model": "smgd-sim"}
+    assert await house.metric("smg_worker_pool_size", **pool) == 1
     assert await house.metric("smg_router_tokens_total", **labels, token_type="output") == 12
     assert await house.metric("smg_router_ttft_seconds_count", **labels) == 2
+    assert await house.metric("smg_router_generation_duration_seconds_count", **labels) == 2
     assert await house.metric("smg_request_unknown_fields_total", endpoint="chat") == 1
     assert await house.metric("smg_http_requests_total", method="POST", path=CHAT) == 3
 

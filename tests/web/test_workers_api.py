@@ -461,7 +461,7 @@ async def test_aliases_work_on_every_endpoint(nursery: trio.Nursery) -> None:
         page = api.house.daemon.metrics.render().decode()
         assert 'model="uno"' not in page
         assert 'model="ONE"' not in page
-        assert 'smg_router_requests_total{endpoint="chat",model="one"' in page
+        assert 'endpoint="chat",model="one",router_type="zmq",streaming="false"}' in page
 
 
 # ------------------------------------------------------------------- engines as a whole
