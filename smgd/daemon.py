@@ -153,6 +153,7 @@ class Daemon:
                 self.ids,
                 migration=Migration(config.routing.migration, config.routing.max_migrations),
                 on_migration=self._migrated,
+                on_choice=lambda model: self.metrics.chosen(model, config.routing.policy),
             ),
             stage=stage,
             metrics=self.metrics,

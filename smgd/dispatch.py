@@ -300,12 +300,14 @@ class Dispatcher:
         *,
         migration: Migration = BEST_EFFORT,
         on_migration: Callable[[str, str], None] = lambda _model, _result: None,
+        on_choice: Callable[[str], None] = lambda _model: None,
     ) -> None:
         self.policy = policy
         self._candidates = candidates
         self._ids = ids
         self._migration = migration
         self._on_migration = on_migration
+        self._on_choice = on_choice
 
     def generation(self, requests: Seq[GenerationRequest]) -> Generation:
         """Return the life of `requests` on the engines, to be entered with `async with`.
@@ -378,6 +380,7 @@ class Dispatcher:
                 lost = error
                 continue
             sequence.worker, sequence.running, sequence.open = worker, request, True
+            self._on_choice(request.model)
             self.policy.started(worker, request)
             return
         raise no_available_workers(request.model) from lost

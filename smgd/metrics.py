@@ -56,6 +56,7 @@ _COUNTED = {
 KIND = ("zmq", "regular")
 CONNECTION_MODE = "zmq"
 WORKER_TYPE = "regular"
+WORKER_ERRORS = frozenset({"backend_error"})
 
 
 class RankSample(msgspec.Struct, frozen=True):
@@ -203,6 +204,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self._endpoints: dict[tuple[str, str], EndpointMetrics] = {}
         self._answers: dict[tuple[str, str, int, str], tuple[Counter, Counter, Histogram]] = {}
+        self._selections: dict[tuple[str, str], Counter] = {}
         reg = self.registry
         self.http_requests = Counter(
             "smg_http_requests_total", "HTTP requests", ["method", "path"], registry=reg
@@ -275,6 +277,18 @@ class Metrics:
             buckets=DURATION_BUCKETS,
             registry=reg,
         )
+        self.selections = Counter(
+            "smg_worker_selection_total",
+            "Sequences given to a worker, by the policy that chose it",
+            ["worker_type", "connection_mode", "model", "policy"],
+            registry=reg,
+        )
+        self.worker_errors = Counter(
+            "smg_worker_errors_total",
+            "Requests that failed by their engine: it was lost, or reported an error",
+            ["worker_type", "connection_mode", "error_type"],
+            registry=reg,
+        )
         self.unknown_fields = Counter(
             "smg_request_unknown_fields_total",
             "Request fields that neither OpenAI nor vLLM know, which were ignored",
@@ -311,6 +325,16 @@ class Metrics:
     def failed(self, model: str, endpoint: str, error_type: str) -> None:
         """Count a request that was answered with an error; `model` is an id of ours, or unknown."""
         self.errors.labels(*KIND, CONNECTION_MODE, model, endpoint, error_type).inc()
+        if error_type in WORKER_ERRORS:
+            self.worker_errors.labels(WORKER_TYPE, CONNECTION_MODE, error_type).inc()
+
+    def chosen(self, model: str, policy: str) -> None:
+        """Count that a policy gave a sequence to a worker."""
+        bound = self._selections.get((model, policy))
+        if bound is None:
+            labels = (WORKER_TYPE, CONNECTION_MODE, model, policy)
+            bound = self._selections[model, policy] = self.selections.labels(*labels)
+        bound.inc()
 
     def watch_workers(self, source: Callable[[], Iterable[WorkerSample]]) -> None:
         """Export the workers that `source` gives at each scrape."""

@@ -20,6 +20,8 @@ def every_series() -> list[Metric]:
     metrics.watch_workers(lambda: [WorkerSample("ipc:///w", "m", True, 3, ranks, counts)])
     metrics.answered("GET", "/health", 200, "", 0.1)
     metrics.failed("m", "chat", "no_workers")
+    metrics.failed("m", "chat", "backend_error")
+    metrics.chosen("m", "least_load")
     metrics.endpoint("m", "chat").finished(
         Finished(
             streaming=True,
@@ -40,6 +42,11 @@ def test_every_series_is_documented() -> None:
         metric.name + ("_total" if metric.type == "counter" else "") for metric in every_series()
     }
     assert exported - set(re.findall(r"`(smg_[a-z_]+)`", DOCS)) == set()
+
+
+def test_only_what_an_engine_did_counts_as_its_error() -> None:
+    [errors] = [m for m in every_series() if m.name == "smg_worker_errors"]
+    assert [s.labels["error_type"] for s in errors.samples] == ["backend_error"]
 
 
 def test_the_mean_time_per_token_leaves_the_first_out() -> None:

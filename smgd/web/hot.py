@@ -328,7 +328,7 @@ def _error_type(error: ApiError) -> str:
     """Return the field's word for the kind of an error."""
     known = {
         "no_available_workers": "no_workers",
-        "engine_lost": "unavailable",
+        "engine_lost": "backend_error",
         "shutting_down": "unavailable",
         "tokenizer_not_found": "unavailable",
         "request_timeout": "timeout",

@@ -121,6 +121,8 @@ async def test_counters_of_finished_requests(start: Start) -> None:
     for stage in ("queue", "prefill", "decode"):
         name = "smg_router_stage_duration_seconds_count"
         assert await house.metric(name, router_type="zmq", stage=stage) == 2
+    chosen = {"model": "smgd-sim", "policy": "least_load", "connection_mode": "zmq"}
+    assert await house.metric("smg_worker_selection_total", **chosen) == 2
     pool = {"worker_type": "regular", "connection_mode": "zmq", "model": "smgd-sim"}
     assert await house.metric("smg_worker_pool_size", **pool) == 1
     assert await house.metric("smg_router_tokens_total", **labels, token_type="output") == 12
