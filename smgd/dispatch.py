@@ -324,7 +324,7 @@ class Dispatcher:
 
     def start(self, sequence: Sequence) -> None:
         """Choose a worker and submit. Raises `ApiError`."""
-        self._submit(sequence, sequence.request, list(self._candidates(sequence.request.model)))
+        self._submit(sequence, sequence.request, self._candidates(sequence.request.model))
 
     def migrate(self, sequence: Sequence, error: EngineLostError) -> EngineLostError | None:
         """Continue a sequence on another engine, or return the loss with why it has to fail."""
@@ -367,7 +367,7 @@ class Dispatcher:
         return None
 
     def _submit(
-        self, sequence: Sequence, request: GenerationRequest, candidates: list[Worker]
+        self, sequence: Sequence, request: GenerationRequest, candidates: Seq[Worker]
     ) -> None:
         """Give a request to one of the candidates. One that turns out to be lost is passed over."""
         lost: SmgdError | None = None
@@ -376,7 +376,7 @@ class Dispatcher:
             try:
                 worker.submit_nowait(request, sequence)
             except EngineLostError as error:
-                candidates.remove(worker)
+                candidates = [other for other in candidates if other is not worker]
                 lost = error
                 continue
             sequence.worker, sequence.running, sequence.open = worker, request, True
@@ -387,7 +387,12 @@ class Dispatcher:
 
 
 def _has_another(worker: Worker, sequence: Sequence) -> bool:
-    """Tell whether a worker has an engine that a sequence was not on; a ready one uses no other."""
+    """Tell whether a worker has an engine that a sequence was not on; a ready one uses no other.
+
+    Asked in the middle of a loss, which the list of ready workers may not have heard of yet.
+    """
+    if worker.state != "ready":
+        return False
     return worker is not sequence.worker or len(worker.rank_loads) > 1
 
 

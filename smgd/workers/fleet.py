@@ -201,6 +201,7 @@ class Fleet:
         before, record.model = record.model, model
         record.worker.model_id = model.id
         record.worker.vocab_size = self._catalog.vocab_size(model.id)
+        self._registry.changed(record.worker)
         self._forget_unused(before.id)
 
     def _changed(self, record: Record, spec: WorkerSpec) -> Record:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from smgd.core import Worker
 from smgd.errors import WorkerError, no_available_workers
 from smgd.metrics import RankSample, WorkerSample
 
 
+class Ready(msgspec.Struct, frozen=True):
+    """The workers of a model that take requests; `max_model_len` is their smallest (tokens)."""
+
+    workers: Sequence[Worker]
+    max_model_len: int | None
+
+
 class Registry:
     """All workers, in the order in which they were added.
 
     Whoever owns a worker tells `changed` when its state has changed; those who asked with
-    `on_change` hear of it, and of workers that were added or removed.
+    `on_change` hear of it, and of workers that were added or removed. In between, what a request
+    asks for is remembered, so that its price does not depend on the number of workers.
     """
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self._listeners: list[Callable[[Worker], None]] = []
+        self._ready: dict[str, Ready] = {}
 
     def add(self, worker: Worker) -> None:
         """Register a worker. Raises `WorkerError` if its id or URL is taken."""
@@ -46,9 +57,17 @@ class Registry:
         """Return the workers of a model, ready or not."""
         return [worker for worker in self.workers.values() if worker.model_id == model_id]
 
-    def candidates(self, model_id: str) -> list[Worker]:
+    def candidates(self, model_id: str) -> Sequence[Worker]:
         """Return the workers of a model that take requests now, in a stable order."""
-        return [worker for worker in self.of_model(model_id) if worker.state == "ready"]
+        return self._ready_of(model_id).workers
+
+    def _ready_of(self, model_id: str) -> Ready:
+        known = self._ready.get(model_id)
+        if known is None:
+            workers = [w for w in self.of_model(model_id) if w.state == "ready"]
+            lengths = [w.info.max_model_len for w in workers if w.info is not None]
+            known = self._ready[model_id] = Ready(workers, min(lengths, default=None))
+        return known
 
     def ready_count(self) -> int:
         """Return how many workers take requests now."""
@@ -56,8 +75,7 @@ class Registry:
 
     def known_max_model_len(self, model_id: str) -> int | None:
         """Return the smallest context (tokens) among a model's ready workers, None without any."""
-        infos = [worker.info for worker in self.candidates(model_id)]
-        return min((info.max_model_len for info in infos if info is not None), default=None)
+        return self._ready_of(model_id).max_model_len
 
     def max_model_len(self, model_id: str) -> int:
         """Return the same; raises the `ApiError` (503) that says that no worker is ready."""
@@ -91,5 +109,6 @@ class Registry:
 
     def changed(self, worker: Worker) -> None:
         """Tell the listeners that a worker has changed."""
+        self._ready.clear()
         for listener in self._listeners:
             listener(worker)

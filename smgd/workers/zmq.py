@@ -127,8 +127,8 @@ class ZmqWorker:
         Raises `ApiError` (400) for what would harm the engine, and `EngineLostError` if the worker
         is not ready; the receiver hears nothing then.
         """
-        if self._lifecycle.state != "ready":
-            raise EngineLostError(self.url, f"the worker is {self._lifecycle.state}")
+        if self.state != "ready":
+            raise EngineLostError(self.url, f"the worker is {self.state}")
         self.check(request)
         self._link.submit_nowait(request, receiver)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from smgd.core import EngineLoad, GenerationRequest, Sampling, Worker
 from smgd.errors import ConfigError
 from smgd.workers.policies import POLICIES, policy_for
+from smgd.workers.policies.least_load import WINDOW
 from tests.workers.fakes import FakeWorker
 
 
@@ -50,6 +51,27 @@ def test_the_first_burst_makes_no_hot_spot(name: str) -> None:
     spread = {"random": 100, "power_of_two": 10}.get(name, 1)
     assert max(counts) - min(counts) <= spread
     assert min(counts) > 0
+
+
+def test_least_load_fills_a_large_fleet_in_turn_and_looks_at_a_window_of_it() -> None:
+    class Counted(FakeWorker):
+        looks = 0
+
+        @property
+        def load(self) -> EngineLoad:
+            Counted.looks += 1
+            return EngineLoad()
+
+        @load.setter
+        def load(self, _: EngineLoad) -> None: ...
+
+    workers = [Counted(str(i)) for i in range(100)]
+    policy = policy_for("least_load")
+    Counted.looks = 0
+    for _ in range(1000):
+        cast("FakeWorker", policy.pick(workers, request())).requests_active += 1
+    assert Counted.looks == 1000 * WINDOW
+    assert {worker.requests_active for worker in workers} == {10}
 
 
 def test_power_of_two_never_takes_the_most_loaded() -> None:

@@ -34,6 +34,7 @@ def test_only_ready_workers_are_candidates() -> None:
     assert made.ready_count() == 3
     for state in ("pending", "not_ready", "failed", "draining"):
         a.state = state
+        made.changed(a)
         assert made.candidates("m") == [b]
         assert made.ready_count() == 2
     assert made.of_model("m") == [a, b]
@@ -76,6 +77,7 @@ def test_the_context_of_a_model_is_the_smallest_of_its_ready_workers() -> None:
     made = registry(small, FakeWorker("b", max_model_len=2048), FakeWorker("c", "other"))
     assert made.known_max_model_len("m") == made.max_model_len("m") == 1024
     small.state = "not_ready"
+    made.changed(small)
     assert made.max_model_len("m") == 2048
     assert made.known_max_model_len("other") is None
     with pytest.raises(ApiError, match="No ready worker for model 'other'") as caught:
