@@ -315,7 +315,7 @@ async def test_without_migration_the_other_worker_is_not_disturbed(start: Start)
 
 
 # So far apart are the tokens that none of them shares a wake with the failure.
-SLOW = ("--itl-ms", "40")
+SLOW = ("--itl-ms", "150")
 
 
 async def test_a_request_that_the_engine_fails(start: Start) -> None:
@@ -345,7 +345,7 @@ async def test_a_request_that_the_engine_fails(start: Start) -> None:
 async def test_one_failed_choice_ends_its_siblings(start: Start) -> None:
     # The script is the same for all choices, so the second is failed by its engine's end.
     house = await start(
-        *PACE, replies=[{"contains": "midway", "text": "It was", "finish": "error"}]
+        *SLOW, replies=[{"contains": "midway", "text": "It was", "finish": "error"}]
     )
     answer = await house.ask("midway", stream=True, n=3)
     assert (answer.done, answer.error["code"]) == (True, "engine_error")
