@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types coverage docs fuzz engine engine-test bench bench-quick clean
+.PHONY: help demo test systemd-test lint types coverage docs fuzz engine engine-test bench bench-quick clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,6 +21,9 @@ demo: $(READY) ## Start smgd with the simulated engine and stream one answer (AR
 
 test: $(READY) ## Run the tests (ARGS="..." goes to pytest)
 	$(BIN)/pytest $(ARGS)
+
+systemd-test: $(READY) ## Run the units under a real systemd, in namespaces of their own (root; some 40 s)
+	SMGD_TEST_SYSTEMD=1 $(BIN)/pytest tests/flows/test_units.py $(ARGS)
 
 lint: $(READY) ## Check style
 	$(BIN)/ruff check

@@ -23,9 +23,11 @@ class Counting:
 
     def __init__(self) -> None:
         self.endings = 0
+        self.received = 0
 
     def deliver(self, delta: Delta) -> None:
-        """Count a finish."""
+        """Count a finish, and tokens."""
+        self.received += len(delta.ids)
         self.endings += delta.finish is not None
 
     def flush(self) -> None:
@@ -60,14 +62,14 @@ def check(data: bytes) -> None:
         identity, half = IDENTITIES[step & 3], len(payload) // 2
         match (step >> 2) % 6:
             case 0:
-                session.handshake(identity, payload)
+                session.roster.handshake(identity, payload)
             case 1:
-                session.registration(identity, payload)
+                session.roster.registration(identity, payload)
             case 2:
                 session.receive([payload])
             case 3:
                 session.receive([payload[:half], payload[half:]])
-            case 4 if session.ready:
+            case 4 if session.roster.ready:
                 request_id = f"our{len(calls)}"
                 calls[request_id] = Counting()
                 session.submit(request(request_id), calls[request_id])
@@ -76,7 +78,7 @@ def check(data: bytes) -> None:
                 if session.abort(request_id):
                     aborted.add(request_id)
             case _:
-                session.lose("a step of the input")
+                session.roster.lose("a step of the input")
         session.flush()
         ended = {
             request_id: call.endings + (request_id in aborted) for request_id, call in calls.items()

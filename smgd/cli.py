@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,9 @@ EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
 BUILTIN_MODEL: Final = "smgd-sim"
+# The environment of a process is seen by its user alone, its command line by everybody.
+API_KEY: Final = "SMGD_API_KEY"
+
 _MODEL_PATH: Final = FLAGS["--model-path"]
 
 _EXAMPLES: Final = """\
@@ -146,6 +150,8 @@ def configuration(args: argparse.Namespace) -> Config:
     """Return what the file and the flags of a command line say; ConfigError if it cannot be."""
     keys = all_keys()
     flags = {name: value for name, value in vars(args).items() if name in keys}
+    if API_KEY in os.environ:
+        flags.setdefault("auth.api_keys", (os.environ[API_KEY],))
     config = load(args.config, flags)
     _check_addresses(config)
     return config
@@ -247,6 +253,8 @@ _CONFIG_HELP: Final = "TOML file to start from; flags replace keys of it"
 _SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "--worker-urls": {"nargs": "+", "action": "extend"},
     "--served-model-name": {"nargs": "+"},
+    "--api-key": {"nargs": "+", "action": "extend"},
+    "--cors-allowed-origins": {"nargs": "+", "action": "extend"},
     "--log-json": {"nargs": "?", "const": True},
     "--keep-engines": {"nargs": "?", "const": True},
     "--remove-unhealthy-workers": {"nargs": "?", "const": True},
@@ -300,6 +308,8 @@ def flag_help(key: Key) -> str:
 
 def _value(key: Key, text: str) -> Any:
     try:
+        if isinstance(key.default, tuple):  # a flag with several values: this is one of them
+            return msgspec.convert([text], key.type)[0]
         return msgspec.convert(text, key.type, strict=False)
     except msgspec.ValidationError as exc:
         raise argparse.ArgumentTypeError(f"found {text!r}, allowed is {key.allowed}") from exc

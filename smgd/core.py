@@ -11,7 +11,7 @@ neither block nor be cancelled, which is why clean-up needs no shielding anywher
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -181,12 +181,26 @@ class EngineCounts(msgspec.Struct):
     """What has happened between a worker and its engines since the worker was added.
 
     `aborts` are requests that engines were told to abort, `adoptions` engines that were found again
-    after a restart of ours, `losses` those that were lost while they took requests.
+    after a restart of ours, `losses` those that were lost while they took requests, `requests` what
+    was sent to engines.
     """
 
     aborts: int = 0
     adoptions: int = 0
     losses: int = 0
+    requests: int = 0
+
+
+class EngineWork(msgspec.Struct):
+    """What one engine has done for us since its worker was added, in tokens.
+
+    `generated` have come from it. Of a prompt, it looks for `prefix_queries` in its prefix cache
+    and finds `prefix_hits`.
+    """
+
+    generated: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +225,10 @@ class ControlReply(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct):
-    """One engine message, decoded once. `dead` is the engine's own word that it is gone."""
+    """One engine message, decoded once. `dead` is the engine's own word that it is gone.
+
+    `prefix_queries` and `prefix_hits` (see `EngineWork`) are those since its last message.
+    """
 
     engine_index: int
     deltas: list[tuple[str, Delta]]
@@ -219,6 +236,8 @@ class Batch(msgspec.Struct):
     reply: ControlReply | None = None
     wave_complete: int | None = None
     dead: bool = False
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class Special(msgspec.Struct, frozen=True, gc=False):
@@ -289,15 +308,27 @@ class Parser(Protocol):
 # ------------------------------------------------------------------------------- the seams
 
 
+# Puts on the wire what a receiver has rendered.
+Write: TypeAlias = Callable[[], None]
+
+
 class Receiver(Protocol):
-    """The one who waits for a sequence. All three are called from the engine's reader."""
+    """The one who waits for a sequence. Its methods are called from the engine's reader."""
+
+    @property
+    def received(self) -> int:
+        """How many tokens have been delivered."""
+        ...
 
     def deliver(self, delta: Delta) -> None:
         """Take what an engine output says; nothing is rendered yet."""
         ...
 
-    def flush(self) -> None:
-        """All that was there has been delivered: render, write or wake now. Once per drain."""
+    def flush(self) -> Write | None:
+        """All that was there has been delivered: render or wake now. Once per drain.
+
+        What is returned writes what was rendered; it is called once all others have rendered.
+        """
         ...
 
     def fail(self, error: Exception) -> None:
@@ -358,6 +389,11 @@ class Worker(Protocol):
     @property
     def rank_loads(self) -> list[EngineLoad]:
         """What each engine last reported, by rank."""
+        ...
+
+    @property
+    def rank_work(self) -> list[EngineWork]:
+        """What each engine has done for us, by rank."""
         ...
 
     @property

@@ -23,6 +23,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from ipaddress import ip_address
 
 import msgspec
 import structlog
@@ -39,13 +40,25 @@ from smgd.errors import ConfigError, SmgdError, shutting_down
 from smgd.launch.plan import Host, plan
 from smgd.launch.supervisor import supervisor_of
 from smgd.metrics import Metrics
-from smgd.reload import Parts, differences, fleet_settings, reload, sources_of, spec_in
+from smgd.reload import (
+    Parts,
+    fixed,
+    fleet_settings,
+    reload,
+    set_gate,
+    sources_of,
+    spec_in,
+)
 from smgd.systemd import Role, ServiceManager, take
 from smgd.text.catalog import Catalog
 from smgd.text.loader import ModelLoader
 from smgd.text.stage import TextStage
+from smgd.web.admission import Admission
 from smgd.web.app import make_app, make_metrics_app
+from smgd.web.auth import Keys
+from smgd.web.connection import Connection
 from smgd.web.exchange import Dispatcher as HttpDispatcher
+from smgd.web.gate import Gate
 from smgd.web.hot import handlers
 from smgd.web.server import ServerSettings, open_listeners, serve
 from smgd.web.service import Service
@@ -65,6 +78,11 @@ STOP_MARGIN_SECONDS = 10.0
 
 # What a request that has to end at a stop gets to tell its client so.
 FAREWELL_SECONDS = 1.0
+
+# How long clients who have connected during a restart are kept waiting for models and engines: an
+# engine that is there answers in 0.2 s.
+SETTLE_SECONDS = 3.0
+_SETTLE_POLL = 0.01
 
 NO_MANAGER = ServiceManager()
 
@@ -134,6 +152,7 @@ class Daemon:
         self.ids = RequestIds()
         self._started = trio.Event()
         self._stopping = trio.Event()
+        self._connections: set[Connection] = set()
         stage = TextStage(
             config.limits.tokenizer_inline_bytes,
             trio.CapacityLimiter(config.limits.tokenizer_threads),
@@ -143,6 +162,8 @@ class Daemon:
         self.fleet = Fleet(
             self.registry, self.catalog, self.loader, self.ids, fleet_settings(config), time.time
         )
+        gate = Gate(metrics=self.metrics, admission=Admission(), keys=Keys())
+        set_gate(gate, config)
         self.service = Service(
             catalog=self.catalog,
             registry=self.registry,
@@ -157,6 +178,7 @@ class Daemon:
             ),
             stage=stage,
             metrics=self.metrics,
+            gate=gate,
             ids=self.ids,
             wall_clock=time.time,
             started_at=int(time.time()),
@@ -165,7 +187,10 @@ class Daemon:
             max_payload_size=config.server.max_payload_size,
             max_logprobs=config.limits.max_logprobs,
         )
-        self.metrics.watch_workers(self.registry.samples)
+        self.metrics.watch_workers(self.registry.samples, trio.current_time)
+        self.metrics.watch_lookups(self.catalog.lookups)
+        self.metrics.watch_connections(lambda: len(self._connections))
+        self.metrics.watch_gate(gate.sample)
         self._plan = plan(config, Host.here())
         self.engines = supervisor_of(self._plan, config.launch)
         self.registry.on_change(self.engines.worker_changed)
@@ -193,14 +218,24 @@ class Daemon:
             await root.start(self._serve_metrics, metrics)
             ports = Ports(_port(http), _port(metrics))
             log.info("smgd listening", host=config.server.host, **structs.asdict(ports))
+            if not config.auth.api_keys and not all(map(is_local, http)):
+                log.warning("no API key is set: whoever reaches the HTTP port may use it")
             task_status.started(ports)
             self._started.set()
             self.manager.notifier.ready(self.status_line())
             self.registry.on_change(lambda _: self._status_changed())
+            await self._settle()
             await self._serve_http(http)
             await self.engines.stop()
             root.cancel_scope.cancel(reason="the daemon stops")
         log.info("smgd stopped")
+
+    async def _settle(self) -> None:
+        """Let those who wait in a queue that outlives us find models and engines, not a 503."""
+        if "http" in self.manager.sockets:
+            with trio.move_on_after(SETTLE_SECONDS):
+                while self.catalog.missing or self.fleet.expects:  # noqa: ASYNC110 - of many tasks
+                    await trio.sleep(_SETTLE_POLL)
 
     async def drain(self) -> None:
         """Stop in order: say so, wait for balancers to see it, then take no more connections."""
@@ -224,7 +259,7 @@ class Daemon:
         parts = Parts(self.service, self.fleet, self.loader)
         self.config = reload(self.config, wanted, parts)
         self.manager.notifier.ready(self.status_line())
-        return [f"{table}.{name}" for table, name in differences(self.config, wanted)]
+        return fixed(self.config, wanted)
 
     async def _reload_once_started(self) -> None:
         await self._started.wait()
@@ -245,6 +280,13 @@ class Daemon:
         """Return how many seconds a stop takes at most."""
         server, launch = self.config.server, self.config.launch
         return server.drain_window + server.shutdown_grace + launch.stop_grace + STOP_MARGIN_SECONDS
+
+    def _set_level(self, level: str) -> None:
+        """Set the level of the log, until a reload."""
+        logging.set_level(level)
+        self.config = structs.replace(
+            self.config, log=structs.replace(self.config.log, level=level)
+        )
 
     def _status_changed(self) -> None:
         self.manager.notifier.status(self.status_line())
@@ -287,13 +329,20 @@ class Daemon:
         settings = self._server_settings(self.config.tls)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._end_grace)
-            await serve(self._http_app(), listeners, settings, stopping=self._stopping)
+            await serve(
+                self._http_app(),
+                listeners,
+                settings,
+                stopping=self._stopping,
+                connections=self._connections,
+            )
             nursery.cancel_scope.cancel(reason="no request is left")
 
     async def _end_grace(self) -> None:
         """Tell the clients of what still runs when the grace time is over."""
         await self._stopping.wait()
         await trio.sleep(self.config.server.shutdown_grace)
+        self.service.gate.admission.close()
         for running in list(self.service.running.values()):
             running.generation.fail(shutting_down())
 
@@ -325,6 +374,7 @@ class Daemon:
                 config=lambda: self.config,
                 drain=lambda: root.start_soon(self.drain),
                 reload=self.reload,
+                set_level=self._set_level,
                 listen=[
                     *(f"http {_address(listener)}" for listener in http),
                     *(f"metrics {_address(listener)}" for listener in metrics),
@@ -368,6 +418,12 @@ def _address(listener: trio.SocketListener) -> str:
         return f"unix:{address}"
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     return f"{host}:{address[1]}"
+
+
+def is_local(listener: trio.SocketListener) -> bool:
+    """Tell whether only this host can connect."""
+    address = listener.socket.getsockname()
+    return not isinstance(address, tuple) or ip_address(address[0]).is_loopback
 
 
 def _port(listeners: list[trio.SocketListener]) -> int:

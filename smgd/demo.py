@@ -7,6 +7,7 @@ it shows is the product. Plain and synchronous: the two programs do the work.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -99,8 +100,10 @@ def _free_port(wanted: int) -> int:
 
 @contextmanager
 def _program(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    # Its own session: Ctrl-C reaches us alone, and we end the programs in order.
-    process = subprocess.Popen(command, start_new_session=True)  # noqa: S603
+    # Its own session: Ctrl-C reaches us alone, and we end the programs in order. Whoever tries the
+    # demo needs no key.
+    env = {name: value for name, value in os.environ.items() if name != "SMGD_API_KEY"}
+    process = subprocess.Popen(command, start_new_session=True, env=env)  # noqa: S603
     try:
         yield process
     finally:

@@ -30,6 +30,7 @@ from smgd.core import (
     Timings,
     TokenLogprobs,
     Worker,
+    Write,
 )
 from smgd.errors import (
     ApiError,
@@ -43,8 +44,9 @@ from smgd.migration import Mode, continuation, refusal
 
 log = structlog.get_logger("smgd.dispatch")
 
-# Called by the engine's reader for a sequence that has news; tells whether the task must wake.
-FlushHook = Callable[["Sequence"], bool]
+# Called by the engine's reader for a sequence that has news, in place of waking the task: renders
+# them and returns what writes them, or calls `Sequence.touch`.
+FlushHook = Callable[["Sequence"], Write | None]
 
 
 class Sequence:
@@ -95,11 +97,20 @@ class Sequence:
 
     # ------------------------------------------------------- the receiver, called by the reader
 
+    @property
+    def received(self) -> int:
+        """How many tokens have been delivered, by all engines that it was on."""
+        return len(self.ids)
+
     def deliver(self, delta: Delta) -> None:
         """Merge what the engine says into what has not been taken yet."""
         if self.first_token_at is None:
             self._first(delta)
-        self.ids.extend(delta.ids)
+        ids = delta.ids
+        if len(ids) == 1:
+            self.ids.append(ids[0])
+        else:
+            self.ids.extend(ids)
         if delta.logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = delta.logprobs
@@ -108,11 +119,13 @@ class Sequence:
         if delta.finish is not None:
             self._finished(delta)
 
-    def flush(self) -> None:
-        """Let the hook write what is there, or wake the task that answers the client."""
+    def flush(self) -> Write | None:
+        """Let the hook render what is there, or wake the task that answers the client."""
         hook = self.generation.hook
-        if hook is None or hook(self):
-            self.generation.touch(self)
+        if hook is not None:
+            return hook(self)
+        self.touch()
+        return None
 
     def fail(self, error: Exception) -> None:
         """Go on with another engine, or end the whole generation: no answer has a part missing."""
@@ -133,7 +146,7 @@ class Sequence:
     def full(self) -> None:
         """End with what there is: no engine has room for more."""
         self.finish = "length"
-        self.flush()
+        self.touch()
 
     def _finished(self, delta: Delta) -> None:
         self.generation.release(self)
@@ -150,18 +163,19 @@ class Sequence:
 
     # ------------------------------------------------------------------- the taker
 
-    def take_ids(self) -> array[int]:
+    def take_ids(self) -> Seq[int]:
         """Return the ids that have come since the last time, where nothing else is asked for."""
-        taken = self._taken
-        self._taken = len(self.ids)
+        taken, ids = self._taken, self.ids
+        self._taken = count = len(ids)
         self._touched = False
-        return self.ids[taken:]
+        # A slice of an array costs several times as much as a lone id, which is the everyday case.
+        return (ids[taken],) if count == taken + 1 else ids[taken:]
 
     def take(self) -> Delta:
         """Return all that has come since the last time, as one delta."""
         rows, self._logprobs = self._logprobs, None
         return Delta(
-            self.take_ids().tolist(),
+            [*self.take_ids()],
             finish=self.finish,
             stop_reason=self.stop_reason,
             logprobs=rows,
@@ -170,6 +184,10 @@ class Sequence:
     def stop(self) -> None:
         """End the sequence from our side (a stop string matched): the engine is told at once."""
         self.generation.abort(self)
+
+    def touch(self) -> None:
+        """Wake the task for this sequence."""
+        self.generation.touch(self)
 
     def mark_touched(self) -> bool:
         """Note that the task will look at this sequence; False if that is noted already."""
@@ -233,13 +251,13 @@ class Generation:
         """Note that a sequence has news, and wake the task."""
         if sequence.mark_touched():
             self._news.append(sequence)
-        self._wake()
+        self.wake()
 
     def fail(self, error: Exception) -> None:
         """End the generation; the first error counts. What was delivered can still be taken."""
         if self.error is None:
             self.error = _for_client(error)
-        self._wake()
+        self.wake()
 
     def lost(self, sequence: Sequence, error: EngineLostError) -> None:
         """Go on with another engine after a loss, or fail where that cannot be."""
@@ -261,7 +279,8 @@ class Generation:
             sequence.open = False
             self._dispatcher.policy.ended(sequence.worker, sequence.running)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Wake the task, with or without news."""
         task, self._task = self._task, None
         if task is not None:
             trio.lowlevel.reschedule(task)

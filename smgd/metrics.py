@@ -1,18 +1,17 @@
-"""Every metric that smgd exports, and the only module that knows prometheus_client.
+"""What is counted as requests end, and the registry of all metrics that smgd exports.
 
 Names and labels are those operators of the field already have dashboards for. Values that exist
 anyway (requests in flight, what engines report) are read from their owners when somebody scrapes,
-so they cost nothing in between. What is counted on the request path is bound to its labels once
-per (model, endpoint) and kept.
+see `samples`. What is counted on the request path is bound to its labels once per (model, endpoint)
+and kept.
 
-Label values are bounded: paths are route patterns or `other`, models are those configured or
-`other`, workers are those registered.
+Label values are bounded: paths are route patterns or `other`, models are those configured,
+`other` or `unknown`, workers are those registered.
 """
 
 from __future__ import annotations
 
-from collections import Counter as PyCounter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import msgspec
 from prometheus_client import (
@@ -23,10 +22,17 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from smgd.core import EngineCounts
+from smgd.samples import (
+    CONNECTION_MODE,
+    WORKER_TYPE,
+    GateCollector,
+    GateSample,
+    LookupCollector,
+    LookupSample,
+    WorkerCollector,
+    WorkerSample,
+)
 
 # A series of creation times beside every counter doubles the page and nobody reads it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -45,92 +51,9 @@ TOKEN_BUCKETS = (
 )  # fmt: skip
 
 
-_COUNTED = {
-    "aborts": "Requests that engines were told to abort",
-    "adoptions": "Engines found again after a restart of smgd",
-    "losses": "Times that an engine which took requests was lost",
-}
-
-
 # What this gateway is, in the words of the field's dashboards: (router_type, backend_type).
 KIND = ("zmq", "regular")
-CONNECTION_MODE = "zmq"
-WORKER_TYPE = "regular"
 WORKER_ERRORS = frozenset({"backend_error"})
-
-
-class RankSample(msgspec.Struct, frozen=True):
-    """What one engine rank reported last, and whether it takes requests."""
-
-    rank: int
-    ready: bool
-    running: int
-    waiting: int
-    kv_usage: float
-
-
-class WorkerSample(msgspec.Struct, frozen=True):
-    """What is true of a worker at the moment of a scrape."""
-
-    worker: str
-    model: str
-    healthy: bool
-    requests_active: int
-    ranks: list[RankSample]
-    counts: EngineCounts
-
-
-class _WorkerCollector(Collector):
-    """Turns the registry's present state into gauges at scrape time."""
-
-    def __init__(self, source: Callable[[], Iterable[WorkerSample]]) -> None:
-        self._source = source
-
-    def collect(self) -> Iterator[Metric]:
-        active = GaugeMetricFamily(
-            "smg_worker_requests_active", "Requests in flight on the worker", labels=["worker"]
-        )
-        health = GaugeMetricFamily(
-            "smg_worker_health", "1 while the worker is ready", labels=["worker"]
-        )
-        pool = GaugeMetricFamily(
-            "smg_worker_pool_size",
-            "Workers of the model, ready or not",
-            labels=["worker_type", "connection_mode", "model"],
-        )
-        sizes: PyCounter[str] = PyCounter()
-        labels = ["worker", "model", "dp_rank"]
-        running = GaugeMetricFamily(
-            "smg_engine_running_requests", "Requests the engine runs", labels=labels
-        )
-        waiting = GaugeMetricFamily(
-            "smg_engine_waiting_requests", "Requests waiting in the engine", labels=labels
-        )
-        usage = GaugeMetricFamily(
-            "smg_engine_token_usage", "KV cache use of the engine, 0 to 1", labels=labels
-        )
-        ready = GaugeMetricFamily(
-            "smg_engine_ready", "1 while the engine takes requests", labels=labels
-        )
-        counters = {
-            name: CounterMetricFamily(f"smg_engine_{name}", text, labels=["worker"])
-            for name, text in _COUNTED.items()
-        }
-        for sample in self._source():
-            for name, family in counters.items():
-                family.add_metric([sample.worker], getattr(sample.counts, name))
-            sizes[sample.model] += 1
-            active.add_metric([sample.worker], sample.requests_active)
-            health.add_metric([sample.worker], float(sample.healthy))
-            for rank in sample.ranks:
-                values = [sample.worker, sample.model, str(rank.rank)]
-                ready.add_metric(values, float(rank.ready))
-                running.add_metric(values, rank.running)
-                waiting.add_metric(values, rank.waiting)
-                usage.add_metric(values, rank.kv_usage)
-        for model, size in sizes.items():
-            pool.add_metric([WORKER_TYPE, CONNECTION_MODE, model], size)
-        yield from (pool, active, health, ready, running, waiting, usage, *counters.values())
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,8 +224,8 @@ class Metrics:
             ["model", "result"],
             registry=reg,
         )
-        self.http_inflight = Gauge(
-            "smg_http_inflight_requests", "HTTP requests being answered", registry=reg
+        self.connections = Gauge(
+            "smg_http_connections_active", "Open connections of clients", registry=reg
         )
 
     def answered(
@@ -336,9 +259,23 @@ class Metrics:
             bound = self._selections[model, policy] = self.selections.labels(*labels)
         bound.inc()
 
-    def watch_workers(self, source: Callable[[], Iterable[WorkerSample]]) -> None:
-        """Export the workers that `source` gives at each scrape."""
-        self.registry.register(_WorkerCollector(source))
+    def watch_workers(
+        self, source: Callable[[], Iterable[WorkerSample]], clock: Callable[[], float]
+    ) -> None:
+        """Export the workers that `source` gives at each scrape; `clock` gives seconds."""
+        self.registry.register(WorkerCollector(source, clock))
+
+    def watch_lookups(self, source: Callable[[], Iterable[LookupSample]]) -> None:
+        """Export how the tokenizers' caches fare, as `source` says at each scrape."""
+        self.registry.register(LookupCollector(source))
+
+    def watch_connections(self, count: Callable[[], int]) -> None:
+        """Export the number of connections that `count` returns at each scrape."""
+        self.connections.set_function(count)
+
+    def watch_gate(self, source: Callable[[], GateSample]) -> None:
+        """Export the state of the HTTP side that `source` gives at each scrape."""
+        self.registry.register(GateCollector(source))
 
     def endpoint(self, model: str, endpoint: str) -> EndpointMetrics:
         """Return the bound series of a configured model and an endpoint."""

@@ -7,6 +7,7 @@ is named in the log, and stays as it is. Values are not logged: some are secrets
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,9 @@ from smgd.engine.link import LinkSettings
 from smgd.engine.liveness import Patience
 from smgd.errors import ModelError, WorkerError
 from smgd.text.loader import ModelLoader, ModelSource
-from smgd.text.model import model_id
+from smgd.web.auth import Keys
+from smgd.web.cors import Cors
+from smgd.web.gate import Gate
 from smgd.web.service import Service
 from smgd.workers.fleet import Fleet, FleetSettings
 from smgd.workers.spec import WorkerSpec, spec_of
@@ -38,14 +41,12 @@ Setter = Callable[[Any], None]
 def source_of(config: Config, name: str) -> ModelSource:
     """Return where a configured model comes from; without a path of its own, its name is one."""
     model = config.models[name]
-    path = config.model_path(name)
-    served = name if model.path else model_id(path)
     return ModelSource(
-        id=served,
-        path=path,
+        id=name,
+        path=config.model_path(name),
         tokenizer_path=model.tokenizer_path,
         chat_template=model.chat_template,
-        aliases=tuple(alias for alias in (name, *model.aliases) if alias != served),
+        aliases=model.aliases,
         configured=True,
     )
 
@@ -69,6 +70,25 @@ def fleet_settings(config: Config) -> FleetSettings:
         health=config.health,
         own=[f"{host}:{port}" for host, port in own],
     )
+
+
+def set_gate(gate: Gate, config: Config) -> None:
+    """Make the gate of the HTTP port what a configuration says."""
+    origins, limits = config.server.cors_allowed_origins, config.limits
+    limit = limits.max_concurrent_requests
+    gate.keys = Keys(config.auth.api_keys)
+    gate.cors = Cors(origins) if origins else None
+    gate.admission.configure(
+        automatic_limit() if limit < 0 else limit, limits.queue_size, limits.queue_timeout_secs
+    )
+
+
+def automatic_limit() -> int:
+    """Return how many requests may run at the same time if the configuration does not say.
+
+    Far above what engines run at once, since they have queues of their own: it bounds memory.
+    """
+    return max(4096, 1024 * len(os.sched_getaffinity(0)))
 
 
 def _link_settings(config: Config) -> LinkSettings:
@@ -133,6 +153,12 @@ def setters(parts: Parts) -> Mapping[str, Setter]:
         "server.max_payload_size": set_payload_size,
         "server.sse_keepalive": set_keepalive,
         "server.drain_window": _read_when_needed,
+        "server.cors_allowed_origins": _read_when_needed,
+        "auth.api_keys": _read_when_needed,
+        "auth.api_key_files": _read_when_needed,
+        "limits.max_concurrent_requests": _read_when_needed,
+        "limits.queue_size": _read_when_needed,
+        "limits.queue_timeout_secs": _read_when_needed,
         "health.remove_unhealthy_workers": _read_when_needed,
         "health.check_interval": _read_when_needed,
         "health.drain_settle": _read_when_needed,
@@ -145,7 +171,7 @@ FOR_NEW_WORKERS = frozenset(f"timeouts.{name}" for name in TimeoutsConfig.__stru
 
 
 def _read_when_needed(_: Any) -> None:
-    """Do nothing: the configuration in force and the fleet's settings are set in any case."""
+    """Do nothing: the configuration in force, the gate and the fleet are set in any case."""
 
 
 def _change_settings(running: Config, wanted: Config, parts: Parts) -> Config:
@@ -163,6 +189,7 @@ def _change_settings(running: Config, wanted: Config, parts: Parts) -> Config:
             continue
         changed = structs.replace(getattr(running, table), **{name: value})
         running = structs.replace(running, **{table: changed})
+    set_gate(parts.service.gate, running)
     parts.fleet.settings.link = _link_settings(running)
     parts.fleet.settings.health = running.health
     parts.fleet.settings_changed()
@@ -177,6 +204,12 @@ def differences(one: Config, other: Config) -> Iterator[tuple[str, str]]:
         for key in keys_of(table, struct):
             if getattr(getattr(one, table), key.name) != getattr(getattr(other, table), key.name):
                 yield table, key.name
+
+
+def fixed(in_force: Config, wanted: Config) -> list[str]:
+    """Return what is not as wanted after a `reload`, and takes a restart."""
+    keys = [f"{table}.{name}" for table, name in differences(in_force, wanted)]
+    return keys if in_force.engines == wanted.engines else [*keys, "engines"]
 
 
 def _change_models(running: Config, wanted: Config, parts: Parts) -> None:

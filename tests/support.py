@@ -7,6 +7,7 @@ from smgd.core import (
     EngineCounts,
     EngineInfo,
     EngineLoad,
+    EngineWork,
     FinishReason,
     GenerationRequest,
     Receiver,
@@ -33,6 +34,7 @@ class MemoryWorker:
         self.state: WorkerState = "ready"
         self.load = EngineLoad()
         self.rank_loads = [self.load]
+        self.rank_work = [EngineWork()]
         self.usable = [0]
         self.counts = EngineCounts()
         self.info: EngineInfo | None = EngineInfo(max_model_len=128)

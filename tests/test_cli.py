@@ -100,6 +100,9 @@ def test_every_flag_reaches_its_key() -> None:
         *("--served-model-name", "m", "default", "--policy", "round_robin"),
         *("--host", "::1", "--port", "1", "--prometheus-host", "::2", "--prometheus-port", "2"),
         *("--log-level", "warn", "--log-json", "--zmq-startup-timeout-secs", "1.5"),
+        *("--api-key", "sk-1", "sk-2", "--api-key", "sk-3", "--max-payload-size", "9"),
+        *("--cors-allowed-origins", "https://a", "https://b"),
+        *("--max-concurrent-requests", "7", "--queue-size", "8", "--queue-timeout-secs", "0.5"),
     )
     assert [worker.url for worker in config.workers] == [URL, "ipc:///b", "ipc:///c"]
     assert config.workers[0] == WorkerConfig(url=URL, runtime_type="vllm")
@@ -112,7 +115,28 @@ def test_every_flag_reaches_its_key() -> None:
     assert (config.metrics.host, config.metrics.port) == ("::2", 2)
     assert (config.log.level, config.log.json) == ("warn", True)
     assert config.timeouts.zmq_startup == 1.5
+    assert config.auth.api_keys == ("sk-1", "sk-2", "sk-3")
+    assert config.server.max_payload_size == 9
+    assert config.server.cors_allowed_origins == ("https://a", "https://b")
+    limits = config.limits
+    assert (limits.max_concurrent_requests, limits.queue_size) == (7, 8)
+    assert limits.queue_timeout_secs == 0.5
     assert config.routing.policy == "round_robin"
+
+
+def test_a_key_in_the_environment_is_as_good_as_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "smgd.toml"
+    file.write_text('[auth]\napi_keys = ["sk-file"]')
+    monkeypatch.setenv("SMGD_API_KEY", "sk-env")
+    assert read("--config", str(file)).auth.api_keys == ("sk-env",)
+    assert read("--config", str(file), "--api-key", "sk-flag").auth.api_keys == ("sk-flag",)
+    monkeypatch.setenv("SMGD_API_KEY", "")  # was meant to be one, so nobody is let in without
+    assert main(["check-config", str(file)]) == 1
+    assert "auth.api_keys: key 1 of 1 is empty" in capsys.readouterr().err
+    monkeypatch.delenv("SMGD_API_KEY")
+    assert read("--config", str(file)).auth.api_keys == ("sk-file",)
 
 
 @pytest.mark.parametrize(

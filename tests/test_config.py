@@ -28,6 +28,11 @@ UNSUPPORTED = (
     " direct backend"
 )
 
+NO_ORIGIN = (
+    "server.cors_allowed_origins: 'https://a/' is no origin, such as https://chat.example.org or"
+    " http://localhost:3000, without a path"
+)
+
 
 def mistakes(text: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
@@ -206,6 +211,66 @@ def test_worker_urls_take_the_place_of_the_files_workers() -> None:
     )
 
 
+# ------------------------------------------------------------------------------- keys of clients
+
+
+def test_keys_come_from_the_file_from_files_and_from_flags(tmp_path: Path) -> None:
+    more = tmp_path / "keys"
+    more.write_text("# ours\nsk-1\n\n  sk-2  \n")
+    file = tmp_path / "smgd.toml"
+    file.write_text(f'[auth]\napi_keys = ["sk-0"]\napi_key_files = ["{more}"]')
+    assert load(file).auth.api_keys == ("sk-0", "sk-1", "sk-2")
+    assert load(file, {"auth.api_keys": ["sk-3", "sk-4"]}).auth.api_keys == (
+        "sk-3", "sk-4", "sk-1", "sk-2",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "keys cannot be read: No such file"),
+        (b"", "there is no key in "),
+        (b"# all of them\n\n", "there is no key in "),
+        (b"sk-\xe9", "keys does not hold keys: byte 3 is not ASCII"),
+        (b"sk-1 sk-2\n", "auth.api_keys: key 1 of 1 is empty, or has"),
+    ],
+)
+def test_a_file_of_keys_that_has_none_is_refused(
+    tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        load(None, {"auth.api_key_files": [str(tmp_path / "keys")]})
+    assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'auth = "sk-secret"',
+        'auth = ["sk-secret"]',
+        'auth.api_keys = "sk-secret"',
+        'auth.api_keys = ["sk-secret", 3]',
+        'auth.api_key = ["sk-secret"]',
+    ],
+)
+def test_a_mistake_with_keys_does_not_show_them(text: str) -> None:
+    (line,) = mistakes(text)
+    assert line.startswith("smgd.toml: auth")
+    assert "secret" not in line
+
+
+@pytest.mark.parametrize("key", ["", " ", "sk 1", "sk-\u00e9", "sk-1\n"])
+def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {"auth.api_keys": ["sk-0", key]})
+    assert str(caught.value) == (
+        "auth.api_keys: key 2 of 2 is empty, or has something other than visible ASCII characters"
+        " in it"
+    )
+
+
 # ------------------------------------------------------------------------------- all together
 
 
@@ -225,7 +290,10 @@ def check(text: str) -> list[str]:
         ('[models.a]\naliases = [""]', "a model or an alias has no name"),
         (
             '[[workers]]\nurl = "ipc:///a"',
-            "ZMQ worker ipc:///a has no model identity: give --model-path or [models.ID]",
+            (
+                "ZMQ worker ipc:///a has no model identity: give --model-path (smgd serve: --model) "
+                "or [models.ID]"
+            ),
         ),
         (
             '[models.a]\n[models.b]\n[[workers]]\nurl = "ipc:///a"',
@@ -239,6 +307,14 @@ def check(text: str) -> list[str]:
             '[models.a]\n[[workers]]\nurl = "ipc:///a"\nruntime_type = "sglang"',
             UNSUPPORTED,
         ),
+        (
+            'server.cors_allowed_origins = ["*", "https://a"]',
+            "server.cors_allowed_origins: * means all origins, so it stands alone",
+        ),
+        (
+            'server.cors_allowed_origins = ["https://a/"]',
+            NO_ORIGIN,
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(text: str, said: str) -> None:
@@ -251,6 +327,8 @@ def test_settings_that_contradict_each_other(text: str, said: str) -> None:
         "server.port = 0\nmetrics.port = 0",
         '[server]\nhost = "127.0.0.1"\n[metrics]\nhost = "127.0.0.2"\nport = 30000',
         '[models.a]\n[models.b]\n[[workers]]\nurl = "ipc:///a"\nmodel = "b"',
+        'server.cors_allowed_origins = ["https://a.b", "http://[::1]:80", "app://x"]',
+        'server.cors_allowed_origins = ["*"]',
     ],
 )
 def test_settings_that_do_not(text: str) -> None:

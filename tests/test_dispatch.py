@@ -217,9 +217,10 @@ async def test_the_hook_decides_whether_the_task_wakes() -> None:
     house = House()
     seen: list[list[int]] = []
 
-    def hook(sequence: Sequence) -> bool:
+    def hook(sequence: Sequence) -> None:
         seen.append(sequence.take().ids)
-        return sequence.finish is not None
+        if sequence.finish is not None:
+            sequence.touch()
 
     async with house.dispatcher.generation([request()]) as generation:
         generation.hook = hook

@@ -12,7 +12,7 @@ import smgd
 ROOT = Path(smgd.__file__).parent
 
 LAYERS = {
-    "errors": 0, "config": 0, "log": 0, "metrics": 0, "core": 0, "__init__": 0,
+    "errors": 0, "config": 0, "log": 0, "metrics": 0, "samples": 0, "core": 0, "__init__": 0,
     "wire": 1, "parse": 1, "systemd": 1,
     "text": 2, "engine": 2, "rpc": 2,
     "workers": 3,
@@ -34,14 +34,14 @@ HOMES = {
     "tokenizers": ("text",),
     "jinja2": ("text",),
     "huggingface_hub": ("text",),
-    "prometheus_client": ("metrics",),
+    "prometheus_client": ("metrics", "samples"),
 }
 
 # The sans-IO core: bytes or tokens in, events out.
 PURE = (
-    "core", "errors", "wire", "parse", "engine/session", "engine/dialects", "engine/guard",
-    "engine/ranks", "text/detok", "text/stops", "text/template", "text/pipeline",
-    "workers/lifecycle", "workers/policies",
+    "core", "errors", "wire", "parse", "engine/roster", "engine/session", "engine/dialects",
+    "engine/guard", "engine/ranks", "text/detok", "text/stops", "text/template", "text/pipeline",
+    "workers/lifecycle", "workers/policies", "web/admission", "web/auth", "web/cors",
 )  # fmt: skip
 IO_PACKAGES = {"trio", "zmq", "socket", "threading", "asyncio", "hypercorn", "quart"}
 

@@ -17,7 +17,14 @@ from smgd.config import load
 from smgd.config.keys import all_keys
 from smgd.daemon import Daemon
 from smgd.errors import ConfigError
-from smgd.reload import FIXED, FOR_NEW_WORKERS, Parts, differences, setters
+from smgd.reload import (
+    FIXED,
+    FOR_NEW_WORKERS,
+    Parts,
+    automatic_limit,
+    differences,
+    setters,
+)
 from tests.flows.client import HOST, fetch
 from tests.flows.house import start_program, until
 from tests.workers.api import ApiHouse, api_house
@@ -168,6 +175,23 @@ async def test_models_come_and_go_with_their_last_worker(
         await until(lambda: catalog.get("sim").aliases == ("sim",))
 
 
+async def test_a_model_whose_name_is_taken_is_reported_and_the_rest_is_done(
+    nursery: trio.Nursery, tmp_path: Path
+) -> None:
+    """A worker of the API has brought another model with that name."""
+    async with reloading(nursery, tmp_path, 0) as case:
+        labels = {"model_path": "/models/other", "tokenizer_path": "smgd-sim", "model": "two"}
+        await case.api.add(3, labels=labels)
+        tables = '[models."one"]\npath = "smgd-sim"\naliases = ["two"]\n'
+        case.reload(0, 1, tables=MODEL + tables, worker='model = "smgd-sim"')
+        [line] = case.api.house.logged("model not changed")
+        assert (line["model"], line["reason"]) == (
+            "one", "the name 'two' belongs to the model at /models/other already"
+        )  # fmt: skip
+        await case.until(w0="pending", w1="pending", w3="pending")
+        assert case.api.house.take_errors() == ["model not changed"]
+
+
 async def test_a_model_can_get_another_name(nursery: trio.Nursery, tmp_path: Path) -> None:
     def named(name: str) -> str:
         return f'[models."{name}"]\npath = "smgd-sim"\naliases = ["sim"]\n'
@@ -225,6 +249,60 @@ async def test_limits_change_and_the_rest_is_named(nursery: trio.Nursery, tmp_pa
         assert house.daemon.config.server.backlog == 2048  # what is in force
         case.reload(0, tables=tables, base=base)  # and it is told each time
         assert case.fixed() == ["server.backlog", "routing.policy"] * 2
+
+
+async def test_engines_do_not_change(nursery: trio.Nursery, tmp_path: Path) -> None:
+    async with reloading(nursery, tmp_path, 0) as case:
+        assert case.reload(0, tables=MODEL + '[[engines]]\nbackend = "sim"\n') == ["engines"]
+        assert case.fixed() == ["engines"]
+
+
+async def test_keys_origins_and_admission_change(nursery: trio.Nursery, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-1")
+    async with reloading(nursery, tmp_path, 0) as case:
+        house = case.api.house
+        gate = house.daemon.service.gate
+        assert (await fetch(house.port, "/version")).status == 200
+
+        async def status(key: str) -> int:
+            headers = (f"x-api-key: {key}", "Origin: https://a")
+            return (await fetch(house.port, "/version", "GET", *headers)).status
+
+        base = BASE.replace("[server]", '[server]\ncors_allowed_origins = ["https://a"]')
+        tables = f"""
+        {MODEL}
+        [auth]
+        api_key_files = ["{keys}"]
+        [limits]
+        max_concurrent_requests = 1
+        queue_size = 2
+        queue_timeout_secs = 3
+        """
+        assert case.reload(0, tables=tables, base=base) == []
+        assert (await status("sk-1"), await status("sk-2")) == (200, 401)
+        assert gate.cors is not None
+        assert [gate.admission.admit("a"), gate.admission.admit("b")] == [True, False]
+        assert gate.admission.timeout == 3
+        keys.write_text("sk-2")  # the file is the same, what is in it is not
+        assert case.reload(0, tables=tables, base=base) == []
+        assert (await status("sk-1"), await status("sk-2")) == (401, 200)
+        keys.write_text("")
+        with pytest.raises(ConfigError, match="there is no key in"):
+            case.reload(0, tables=tables, base=base)
+        assert (await status("sk-1"), await status("sk-2")) == (401, 200)
+        assert case.reload(0) == []
+        assert await status("sk-1") == 200
+        assert gate.admission.timeout == 60
+        assert gate.admission.admit("b")
+        gate.admission.leave("a")
+        gate.admission.leave("b")
+        assert "sk-" not in str(house.lines)
+
+
+def test_the_limit_that_is_not_given_follows_the_cores() -> None:
+    assert automatic_limit() >= 4096
+    assert automatic_limit() % 1024 == 0
 
 
 async def test_a_default_that_is_written_out_is_no_change(

@@ -223,7 +223,7 @@ COMMANDS: Final = (
     Command("workers add", "add a worker", show.worker, _add, _build_add),
     Command("workers patch", "change a worker that stays connected", show.worker,
             _patch, _build_patch),
-    Command("workers drain", "give a worker no new requests", show.worker,
+    Command("workers drain", "give a worker no new requests, until it is removed", show.worker,
             _worker, _build_worker),
     Command("workers remove", "drain a worker, then forget it", show.removed,
             _worker, _build_worker),

@@ -18,6 +18,10 @@ from smgd.admin.protocol import Request, decode_answer, encode
 # Seconds. A daemon that systemd starts because we have connected needs some of them.
 TIMEOUT: Final = 30.0
 _CHUNK: Final = 65536
+_CLOSED: Final = (
+    "smgd at {} has closed the connection: it stops or cannot start (systemctl status smgd,"
+    " journalctl -u smgd)"
+)
 
 
 class ClientError(Exception):
@@ -46,9 +50,7 @@ def ask(path: str, command: str, args: dict[str, Any], timeout: float = TIMEOUT)
     except OSError as error:
         raise UnreachableError(_why(path, error, timeout)) from error
     if not line:
-        raise UnreachableError(
-            f"smgd at {path} has closed the connection: it stops, or see its log"
-        )
+        raise UnreachableError(_CLOSED.format(path))
     try:
         answer = decode_answer(line)
     except msgspec.DecodeError as error:
@@ -88,6 +90,8 @@ def _why(path: str, error: OSError, timeout: float) -> str:
                 f"nobody listens at {path}: smgd has ended; start it (systemctl start smgd.socket"
                 " smgd), or look why (journalctl -u smgd)"
             )
+        case ConnectionResetError() | BrokenPipeError():
+            return _CLOSED.format(path)
         case PermissionError():
             return f"you may not use {path}: {_permission_hint(path)}"
         case TimeoutError():

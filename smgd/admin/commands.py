@@ -46,7 +46,7 @@ class Control(msgspec.Struct, kw_only=True, frozen=True):
 
     `config` returns the configuration in force, `drain` sets the end going, `reload` reads the
     configuration again and returns the keys that a restart is needed for; it raises `ConfigError`.
-    `listen` are the addresses of the listeners.
+    `set_level` sets the level of the log. `listen` are the addresses of the listeners.
     """
 
     service: Service
@@ -54,6 +54,7 @@ class Control(msgspec.Struct, kw_only=True, frozen=True):
     config: Callable[[], Config]
     drain: Callable[[], None]
     reload: Callable[[], list[str]]
+    set_level: Callable[[str], None]
     listen: list[str]
 
 
@@ -222,7 +223,7 @@ class Commands:
         if args.level is not None:
             if args.level not in logging.LEVELS:
                 raise CommandError(f"level {args.level!r}: there are {', '.join(logging.LEVELS)}")
-            logging.set_level(args.level)
+            self.control.set_level(args.level)
             self._note("loglevel", level=args.level)
         return {"level": logging.current_level()}
 

@@ -19,12 +19,17 @@ _COMMANDS: Final[Mapping[str, str]] = {
     "vllm": "vllm serve {model} --headless --data-parallel-size {engines}"
     " --data-parallel-size-local {engines} --data-parallel-address {host}"
     " --data-parallel-rpc-port {port}",
-    "tokenspeed": "python -m tokenspeed.cli serve --headless --model {model}"
-    " --data-parallel-size {engines} --data-parallel-address {host}"
-    " --data-parallel-rpc-port {port} --zmq-engine-index 0 --grammar-backend xgrammar"
-    " --enable-output-logprobs",
+    "tokenspeed": "python -m tokenspeed.cli serve --headless --model {model}{group}"
+    " --data-parallel-address {host} --data-parallel-rpc-port {port} --zmq-engine-index 0"
+    " --grammar-backend xgrammar --enable-output-logprobs",
     "sglang": "python -m smg_grpc_servicer.sglang.headless --zmq-handshake-address {handshake}"
-    " --zmq-engine-index 0 --model-path {model}",
+    " --zmq-engine-index 0 --model-path {model}{group}",
+}
+# What several engines behind one worker take in addition. TokenSpeed wants to be told where its
+# rendezvous store goes; that must not be a port of a handshake (20000 to 29999).
+_GROUPS: Final[Mapping[str, str]] = {
+    "tokenspeed": " --data-parallel-size {engines} --dist-init-addr 127.0.0.1:31233",
+    "sglang": " --dp-size {engines}",
 }
 
 
@@ -33,7 +38,9 @@ def command(runtime: str, model: str, engines: int, handshake: str) -> str:
     host, _, port = handshake.removeprefix("tcp://").rpartition(":")
     host = "127.0.0.1" if host in _ANY_HOST else host
     pattern = _SIMULATED if model == BUILTIN_MODEL else _COMMANDS[runtime]
+    group = _GROUPS.get(runtime, "") if engines > 1 else ""
     return pattern.format(
+        group=group.format(engines=engines),
         model=shlex.quote(model),
         engines=engines,
         host=host,

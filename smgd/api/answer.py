@@ -18,7 +18,7 @@ from smgd.api.envelope import finish_reason, usage_object
 from smgd.api.params import GenerationParams, StreamOptions
 from smgd.core import Finish, GenerationRequest, TokenLogprobs
 from smgd.dispatch import Sequence
-from smgd.text.pipeline import TextPipeline
+from smgd.text.pipeline import PipelineOutput, TextPipeline
 from smgd.text.vocab import Vocabulary
 
 _json = msgspec.json.Encoder().encode
@@ -53,8 +53,8 @@ class Choice:
     """One choice of an answer: its pipeline, and what was made of it so far."""
 
     __slots__ = (
-        "after", "before", "cached", "finish", "index", "logprobs", "parts", "pipeline", "prefix",
-        "rows", "started",
+        "after", "before", "cached", "everyday", "finish", "index", "logprobs", "parts", "pipeline",
+        "prefix", "rows", "started",
     )  # fmt: skip
 
     def __init__(self, index: int, pipeline: TextPipeline, logprobs: Logprobs | None) -> None:
@@ -64,6 +64,7 @@ class Choice:
         self.prefix = b""
         # Around the text of an everyday frame; empty where frames have more that differs.
         self.before = self.after = b""
+        self.everyday = False  # whether the next frame is one, if it is not the last
         self.parts: list[str] = []
         self.rows: list[TokenLogprobs] = []
         self.started = False
@@ -120,15 +121,21 @@ class Answer:
         pipeline = choice.pipeline
         choice.cached = sequence.cached_tokens
         if pipeline.plain and sequence.finish is None:
-            return choice, pipeline.feed_text(sequence.take_ids()), []
-        output = pipeline.feed(sequence.take())
+            output = PipelineOutput(pipeline.feed_text(sequence.take_ids()))
+            output.abort = pipeline.finish is not None
+        else:
+            output = pipeline.feed(sequence.take())
         if output.abort:
             sequence.stop()
-        if output.finish is not None:
-            choice.finish = output.finish
-            self._open -= 1
-            self.done = self._open == 0
+        if pipeline.finish is not None and choice.finish is None:
+            self._finished(choice, pipeline.finish)
         return choice, output.text, output.logprobs
+
+    def _finished(self, choice: Choice, finish: Finish) -> None:
+        choice.finish = finish
+        choice.everyday = False
+        self._open -= 1
+        self.done = self._open == 0
 
     def _head(self, object_: str) -> dict[str, Any]:
         return {
@@ -165,17 +172,16 @@ class StreamedAnswer(Answer):
             choice.prefix = b'%b{"index":%d,' % (self._opening, choice.index)
             if choice.pipeline.plain and not self._usage_always:
                 before, after = format_.text
-                choice.before = choice.prefix + before
-                choice.after = after + b',"logprobs":null,"finish_reason":null}' + self._tail
+                choice.before = choice.prefix + before + b'"'
+                choice.after = b'"' + after + b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def feed(self, sequence: Sequence) -> bytes:
         """Take a sequence's news; return its frames."""
         choice = self._choices[sequence.index]
+        if choice.everyday and sequence.finish is None:
+            return self._everyday(choice, sequence)
         if choice.finish is not None:
             return b""
-        if choice.after and choice.started and sequence.finish is None:
-            text = choice.pipeline.feed_text(sequence.take_ids())
-            return choice.before + _json(text) + choice.after if text else b""
         choice, text, rows = self._take(sequence)
         frames = b"" if choice.started else self._open_choice(choice)
         if text or (rows and choice.finish is None):
@@ -186,8 +192,20 @@ class StreamedAnswer(Answer):
             frames += self._finish_frame(choice, choice.finish, rows)
         return frames
 
+    def _everyday(self, choice: Choice, sequence: Sequence) -> bytes:
+        """Return the frame of text that is not the last, and with it the last if it stops here."""
+        pipeline = choice.pipeline
+        text = pipeline.feed_json(sequence.take_ids())
+        frame = b"%b%b%b" % (choice.before, text, choice.after) if text else b""
+        if pipeline.finish is None:
+            return frame
+        sequence.stop()
+        self._finished(choice, pipeline.finish)
+        return frame + self._finish_frame(choice, pipeline.finish, [])
+
     def _open_choice(self, choice: Choice) -> bytes:
         choice.started = True
+        choice.everyday = bool(choice.after)
         return self._frame(choice, self._format.role, []) if self._format.role else b""
 
     def _frame(self, choice: Choice, body: bytes, rows: list[TokenLogprobs]) -> bytes:

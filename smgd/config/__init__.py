@@ -8,6 +8,7 @@ each key; `load` reads; `reference` writes docs/configuration.md and smgd.toml.e
 from smgd.config.load import load
 from smgd.config.schema import (
     AdminConfig,
+    AuthConfig,
     Config,
     EngineConfig,
     HealthConfig,
@@ -25,6 +26,7 @@ from smgd.config.schema import (
 
 __all__ = [
     "AdminConfig",
+    "AuthConfig",
     "Config",
     "EngineConfig",
     "HealthConfig",

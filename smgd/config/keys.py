@@ -31,6 +31,12 @@ FLAGS: Final[Mapping[str, str]] = {
     "--chat-template": f"{MODEL}.chat_template",
     "--host": "server.host",
     "--port": "server.port",
+    "--max-payload-size": "server.max_payload_size",
+    "--cors-allowed-origins": "server.cors_allowed_origins",
+    "--api-key": "auth.api_keys",
+    "--max-concurrent-requests": "limits.max_concurrent_requests",
+    "--queue-size": "limits.queue_size",
+    "--queue-timeout-secs": "limits.queue_timeout_secs",
     "--prometheus-host": "metrics.host",
     "--prometheus-port": "metrics.port",
     "--admin-socket": "admin.socket",
@@ -89,6 +95,11 @@ class Key(msgspec.Struct, frozen=True):
         words = allowed(self._info)
         unit = (self._info.extra or {}).get("unit")
         return f"{unit}, {words}" if unit else words
+
+    @property
+    def secret(self) -> bool:
+        """Tell whether values must not be shown."""
+        return bool((self._info.extra or {}).get("secret"))
 
     @property
     def sample(self) -> Any:

@@ -12,6 +12,7 @@ the name of a model's table; the values themselves are left to it.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ from smgd.config.schema import RUNTIMES, Config, EngineConfig, ModelConfig, Work
 from smgd.errors import ConfigError
 
 _SHOWN: Final = 60  # characters of a wrong value that its error shows
+_KEY: Final = re.compile(r"[!-~]+")
+_ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._:\[\]-]+")
 _ANY_HOST: Final = {"0.0.0.0", "::"}
 
 
@@ -36,7 +39,7 @@ def load(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Co
     Raises ConfigError with one line for each mistake.
     """
     config = Config() if file is None else parse(_read(file), str(file))
-    config = override(config, flags or {})
+    config = with_key_files(override(config, flags or {}))
     if found := list(contradictions(config)):
         raise _error(found, str(file) if file and not flags else None)
     return config
@@ -57,6 +60,31 @@ def convert(data: dict[str, Any], file: str) -> Config:
     return msgspec.convert(data, Config)
 
 
+def with_key_files(config: Config) -> Config:
+    """Return `config` with the API keys that are in files among the others.
+
+    Raises ConfigError for a file that cannot be read, or has no key: keys were meant to be needed.
+    """
+    files = config.auth.api_key_files
+    keys = (*config.auth.api_keys, *(key for file in files for key in _keys_in(file)))
+    return replace(config, auth=replace(config.auth, api_keys=keys))
+
+
+def _keys_in(file: str) -> list[str]:
+    try:
+        text = Path(file).read_text(encoding="ascii")
+    except OSError as exc:
+        raise ConfigError(f"auth.api_key_files: {file} cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        where = f"byte {exc.start} is not ASCII"
+        raise ConfigError(f"auth.api_key_files: {file} does not hold keys: {where}") from None
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"auth.api_key_files: there is no key in {file}")
+    return keys
+
+
 def override(config: Config, flags: Mapping[str, Any]) -> Config:
     """Return `config` with the keys that are in `flags` replaced.
 
@@ -67,6 +95,7 @@ def override(config: Config, flags: Mapping[str, Any]) -> Config:
     for path, value in flags.items():
         table, _, name = path.partition(".")
         if table not in ("models", *ARRAYS):
+            value = tuple(value) if isinstance(value, list) else value
             before = changed.get(table, getattr(config, table))
             changed[table] = replace(before, **{name: value})
     return replace(
@@ -87,10 +116,30 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from (f"{n} models have the name {name!r}" for name, n in names.items() if n > 1)
     if "" in names:
         yield "a model or an alias has no name"
+    yield from _gate_contradictions(config)
     urls = Counter(worker.url for worker in config.workers)
     yield from (f"{n} workers have the url {url}" for url, n in urls.items() if n > 1)
     for worker in config.workers:
         yield from _worker_contradictions(config, worker)
+
+
+def _gate_contradictions(config: Config) -> Iterator[str]:
+    """Give what is wrong with keys and origins. A key is never shown."""
+    for number, key in enumerate(config.auth.api_keys, 1):
+        if not _KEY.fullmatch(key):
+            yield (
+                f"auth.api_keys: key {number} of {len(config.auth.api_keys)} is empty, or has"
+                " something other than visible ASCII characters in it"
+            )
+    origins = config.server.cors_allowed_origins
+    if "*" in origins and len(origins) > 1:
+        yield "server.cors_allowed_origins: * means all origins, so it stands alone"
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            yield (
+                f"server.cors_allowed_origins: {origin!r} is no origin, such as"
+                " https://chat.example.org or http://localhost:3000, without a path"
+            )
 
 
 def _worker_contradictions(config: Config, worker: WorkerConfig) -> Iterator[str]:
@@ -128,10 +177,13 @@ def _mistakes(data: dict[str, Any]) -> Iterator[str]:
     for where, table, value in _tables_in(data):
         if table not in structs:
             yield _unknown(where, [field.name for field in fields(Config)])
-        elif not isinstance(value, dict) or where in ("models", *ARRAYS):
-            yield _found(where, value, f"a table {header(table)}")
+            continue
+        keys = keys_of(table, structs[table])
+        if not isinstance(value, dict) or where in ("models", *ARRAYS):
+            hidden = any(key.secret for key in keys)
+            yield _found(where, value, f"a table {header(table)}", hidden=hidden)
         else:
-            yield from _key_mistakes(keys_of(table, structs[table]), value, where)
+            yield from _key_mistakes(keys, value, where)
 
 
 def _tables_in(data: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -159,11 +211,11 @@ def _key_mistakes(keys: list[Key], table: dict[str, Any], where: str) -> Iterato
         try:
             msgspec.convert(table[name], key.type)
         except msgspec.ValidationError:
-            yield _found(f"{where}.{name}", table[name], key.allowed)
+            yield _found(f"{where}.{name}", table[name], key.allowed, hidden=key.secret)
 
 
-def _found(where: str, value: Any, allowed: str) -> str:
-    text = toml(value)
+def _found(where: str, value: Any, allowed: str, *, hidden: bool) -> str:
+    text = "something else" if hidden else toml(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return f"{where}: found {shown}, allowed is {allowed}"
 

@@ -71,6 +71,13 @@ class ServerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
             description="Largest request body; a larger one is answered with status 413.",
         ),
     ] = 32 * 1024 * 1024
+    cors_allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins (scheme://host[:port]) of web pages that may use smgd from a"
+            ' browser; "*" alone: all of them.'
+        ),
+    ] = ()
     sse_keepalive: Annotated[
         float,
         Meta(
@@ -116,6 +123,26 @@ class TlsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
         Meta(description="PEM file with the certificate and those that signed it; empty: no TLS."),
     ] = ""
     key_path: Annotated[str, Meta(description="PEM file with the certificate's private key.")] = ""
+
+
+class AuthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Who may use the HTTP port: with keys, nothing but the probes is answered without one."""
+
+    api_keys: Annotated[
+        tuple[str, ...],
+        Meta(
+            extra={"secret": True},
+            description="Keys, of which a client has to send one. Everybody on the host can read"
+            " a flag: better a file, or the environment variable SMGD_API_KEY in place of it.",
+        ),
+    ] = ()
+    api_key_files: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Files with further keys, one a line, read again at a reload; lines that"
+            " begin with # are comments."
+        ),
+    ] = ()
 
 
 class MetricsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -170,8 +197,33 @@ class LogConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class LimitsConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What one request may ask for, and what it may take of the daemon."""
+    """What requests may ask for, and what they may take of the daemon."""
 
+    max_concurrent_requests: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="Requests that may generate or tokenize at the same time, until the end of"
+            " their answers; -1: 1024 times the cores, at least 4096; 0: no limit.",
+        ),
+    ] = -1
+    queue_size: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Requests above that which may wait for their turn; a further one is"
+            " answered with status 429.",
+        ),
+    ] = 100
+    queue_timeout_secs: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="How long a request waits for its turn before it is answered with status"
+            " 503.",
+        ),
+    ] = 60
     max_logprobs: Annotated[
         int,
         Meta(
@@ -455,6 +507,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     server: ServerConfig = ServerConfig()
     tls: TlsConfig = TlsConfig()
+    auth: AuthConfig = AuthConfig()
     metrics: MetricsConfig = MetricsConfig()
     admin: AdminConfig = AdminConfig()
     log: LogConfig = LogConfig()
@@ -492,5 +545,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             )
         if len(self.models) == 1:
             return known
-        hint = f"set its model to one of {known}" if known else "give --model-path or [models.ID]"
+        hint = "give --model-path (smgd serve: --model) or [models.ID]"
+        if known:
+            hint = f"set its model to one of {known}"
         raise ConfigError(f"ZMQ worker {worker.url} has no model identity: {hint}")

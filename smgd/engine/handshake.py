@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import msgspec
 
-from smgd.core import EngineInfo, EngineLoad
+from smgd.core import EngineInfo, EngineLoad, EngineWork
 from smgd.engine.events import Found
 from smgd.errors import LocalProtocolError, RemoteProtocolError
 from smgd.wire import vllm as wire
@@ -41,6 +41,8 @@ class Said(msgspec.Struct, frozen=True):
 class Rank:
     """What is known of one engine. `in_flight` are the ids of our requests that run on it.
 
+    `work` is what it has done, but for the tokens of those in flight.
+
     `lost` is why it cannot be used, None if it can. `proof` is the first call whose answer shows
     that it lives. `heard_at` is when it said anything, `worked_at` when that was about requests
     (seconds, on the owner's clock); `called` is whether it was asked for a sign of life since.
@@ -50,6 +52,7 @@ class Rank:
         self.index = index
         self.identity = index.to_bytes(_IDENTITY_BYTES, "little")
         self.in_flight: set[str] = set()
+        self.work = EngineWork()
         self.proof = 0
         self.heard_at = self.worked_at = 0.0
         self.called = False

@@ -16,8 +16,7 @@ take over the identity of its successor; and a restarted engine finds its listen
         └─ (itself)          reports a handshake that does not get on
 
 Engines do not repeat their handshake when the daemon is started anew. What they said is kept in a
-record beside the sockets, and `asking` finds them: right after the sockets are bound, after every
-connection that begins or ends, and at growing intervals up to `ask_interval`.
+record beside the sockets (`Memory`), and `Asking` finds them.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ import trio
 
 from smgd.core import Dialect, GenerationRequest, Receiver, RequestIds
 from smgd.engine import paths
+from smgd.engine.asking import Asking
 from smgd.engine.events import (
     AbortForeign,
     EngineReady,
@@ -48,18 +48,16 @@ from smgd.engine.events import (
 )
 from smgd.engine.liveness import Connections, Patience
 from smgd.engine.outbox import Outbox
-from smgd.engine.record import RecordError, RecordFile
+from smgd.engine.record import Memory, RecordFile
 from smgd.engine.session import Session
 from smgd.engine.transport import MessageSocket, PeerGoneError, TransportError, WorkerSockets
-from smgd.errors import EngineLostError, RemoteProtocolError, WorkerError
+from smgd.errors import EngineLostError, WorkerError
 from smgd.wire import vllm as wire
 
 # libzmq lets go of an address only a moment after its socket was closed, so that a worker which
 # follows another on the same path may have to try more than once.
 _BIND_RETRIES = 5
 _BIND_PAUSE = 0.1  # seconds
-# An engine reconnects within about 0.1 s; the first questions are as close together as that.
-_FIRST_PAUSE = 0.05
 
 
 class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,18 +101,18 @@ class EngineLink:
         on_lost: Callable[[str], None],
         engines: int = 1,
         settings: LinkSettings = DEFAULT_SETTINGS,
+        model: str = "",
     ) -> None:
-        init = wire.encode_init([addresses.input], [addresses.output])
         self.session = Session(
             addresses.url,
             dialect,
-            init,
+            wire.encode_init([addresses.input], [addresses.output]),
             ids.is_ours,
             engines,
             first_call=secrets.randbits(62),  # an answer to a former life's call proves nothing
             first_wave=time.time_ns() // 1000,  # no life has a million requests a second
         )
-        self._record = RecordFile(addresses, dialect.name, engines)
+        self._roster = self.session.roster
         self._addresses = addresses
         self._bind = bind
         self._engines = engines
@@ -122,15 +120,16 @@ class EngineLink:
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._log = structlog.get_logger("smgd.engine").bind(worker=addresses.url)
+        record = RecordFile(addresses, dialect.name, engines, model)
+        self._memory = Memory(record, self._roster, self._log)
         self._input: MessageSocket | None = None
         self._bound_at = 0.0
         self._outboxes = {
-            identity: Outbox(settings.send_timeout, partial(self._lose, identity))
-            for identity in self.session.identities
+            rank.identity: Outbox(settings.send_timeout, partial(self._lose, rank.identity))
+            for rank in self._roster.ranks
         }
         self._changes = trio.lowlevel.ParkingLot()  # of the session, from ready or to it
-        self._asking = trio.lowlevel.ParkingLot()
-        self._pause = _FIRST_PAUSE  # until the next question
+        self._asking = Asking(self._roster, self._outboxes, settings.ask_interval, self._handle)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve engines until cancelled; started once the sockets are bound. Raises `WorkerError`.
@@ -138,13 +137,12 @@ class EngineLink:
         When it ends, what is in flight has been aborted and failed, and the socket files are gone;
         the record stays.
         """
-        handshake = self._addresses.handshake
         self._log.info(
             f"Binding ZMQ client for worker {self._addresses.url} "
-            f"(handshake={handshake}, engines={self._engines})"
+            f"(handshake={self._addresses.handshake}, engines={self._engines})"
         )
         with paths.claimed(self._addresses):
-            self._recall()
+            self._memory.recall()
             sockets = await self._bind_first()
             task_status.started()
             while True:
@@ -164,7 +162,7 @@ class EngineLink:
             except TransportError as error:
                 self.session.withdraw(request.id)
                 self._lose(send.identity, str(error))
-                if not self.session.ready:
+                if not self._roster.ready:
                     raise EngineLostError(self._addresses.url, str(error)) from error
                 return False
         return True
@@ -188,14 +186,14 @@ class EngineLink:
                 nursery.start_soon(self._follow, "output", sockets.output)
                 for outbox in self._outboxes.values():
                     nursery.start_soon(outbox.run, sockets.input)
-                nursery.start_soon(self._ask, sockets.input)
+                nursery.start_soon(self._asking.run, sockets.input)
                 nursery.start_soon(self._watch)
                 await self._report()
         except* TransportError as errors:
             reason = str(errors.exceptions[0])
             self._log.error("ZMQ socket failed; binding again", reason=reason)
         finally:
-            self._handle(self.session.lose(reason))
+            self._handle(self._roster.lose(reason))
             for outbox in self._outboxes.values():
                 outbox.withdraw()
             self._input = None
@@ -221,7 +219,7 @@ class EngineLink:
         """Say that the worker is not ready, as long as that lasts."""
         waited = 0.0
         while True:
-            timeout = math.inf if self.session.ready else self._settings.startup_timeout
+            timeout = math.inf if self._roster.ready else self._settings.startup_timeout
             with trio.move_on_after(timeout) as scope:
                 await self._changes.park()
                 waited = 0.0
@@ -229,7 +227,7 @@ class EngineLink:
                 waited += timeout
                 self._log.warning(
                     f"ZMQ backend handshake incomplete for {self._addresses.url}: startup "
-                    f"handshake timed out while waiting for {self.session.awaited} after "
+                    f"handshake timed out while waiting for {self._roster.awaited} after "
                     f"{waited:g}s; still listening on {self._addresses.handshake}"
                 )
 
@@ -240,35 +238,12 @@ class EngineLink:
             self._handle(events)
             await trio.sleep(left)
 
-    async def _ask(self, input_: MessageSocket) -> None:
-        while True:
-            asks = self.session.asks()
-            for ask in asks:
-                self._ask_one(input_, ask)
-            pause = self._pause if asks else math.inf
-            self._pause = min(2 * self._pause, self._settings.ask_interval)
-            with trio.move_on_after(pause):
-                await self._asking.park()
-
-    def _ask_one(self, input_: MessageSocket, ask: Send) -> None:
-        message = [ask.identity, *ask.frames]
-        try:
-            sent = self._outboxes[ask.identity].send_now(input_, message)
-        except PeerGoneError:
-            return  # not there, or not yet
-        if sent:
-            self._handle(self.session.delivered(ask.identity))
-
-    def _ask_soon(self) -> None:
-        self._pause = _FIRST_PAUSE
-        self._asking.unpark()
-
     # ----------------------------------------------------------------------- what comes in
 
     async def _read_handshake(self, handshake: MessageSocket) -> None:
         while True:
             for frames in await handshake.recv_batch():
-                for event in self.session.handshake(frames[0], frames[-1]):
+                for event in self._roster.handshake(frames[0], frames[-1]):
                     if isinstance(event, SendInit):
                         self._answer_hello(handshake, event)
                     else:
@@ -277,8 +252,8 @@ class EngineLink:
     async def _read_registrations(self, input_: MessageSocket) -> None:
         while True:
             for frames in await input_.recv_batch():
-                self._handle(self.session.registration(frames[0], frames[-1]))
-                self._ask_soon()  # READY may have been said before our time
+                self._handle(self._roster.registration(frames[0], frames[-1]))
+                self._asking.soon()  # READY may have been said before our time
 
     async def _read_outputs(self, output: MessageSocket) -> None:
         session = self.session
@@ -296,14 +271,14 @@ class EngineLink:
         while True:
             if connections.ended(await monitor.recv()):
                 reason = f"the {name} connection was closed"
-                self._handle(self.session.disconnected(reason, connections.count))
-            self._ask_soon()
+                self._handle(self._roster.disconnected(reason, connections.count))
+            self._asking.soon()
 
     # ------------------------------------------------------------------------ what goes out
 
     def _answer_hello(self, handshake: MessageSocket, init: SendInit) -> None:
         self._outboxes[init.identity].withdraw()
-        self._remember()
+        self._memory.remember()
         try:
             handshake.send_nowait([init.identity, init.payload])
         except PeerGoneError:
@@ -314,42 +289,6 @@ class EngineLink:
         if self._input is None:
             raise PeerGoneError("the worker does not run")
         self._outboxes[send.identity].send(self._input, [send.identity, *send.frames])
-
-    # ------------------------------------------------------------------------- the record
-
-    def _recall(self) -> None:
-        """Know the engines of a former life, if it has left a record that fits."""
-        try:
-            said = self._record.load()
-            self.session.recall(said)
-        except (RecordError, RemoteProtocolError) as error:
-            self._set_aside(str(error))
-        else:
-            if said:
-                engines = [one.index for one in said]
-                self._log.info("looking for engines of a former life", engines=engines)
-
-    def _set_aside(self, reason: str) -> None:
-        try:
-            now = str(self._record.set_aside())
-        except RecordError as error:
-            now = f"where it was ({error})"
-        self._log.warning(
-            "engine record set aside: an engine of a former life has to be started anew",
-            record=str(self._record.path),
-            reason=reason,
-            now=now,
-        )
-
-    def _remember(self) -> None:
-        try:
-            self._record.save(self.session.said)
-        except RecordError as error:
-            self._log.warning(
-                "engine record not written: should smgd be restarted, so must the engine",
-                record=str(self._record.path),
-                reason=str(error),
-            )
 
     # -------------------------------------------------------------------- what has happened
 
@@ -366,7 +305,7 @@ class EngineLink:
                     self._log.warning(
                         "engines lost", engines=indices, reason=reason, requests_failed=failed
                     )
-                    self._ask_soon()
+                    self._asking.soon()
                 case SessionLost(reason, failed):
                     self._was_lost(reason, failed)
                 case Notice(text):
@@ -375,7 +314,7 @@ class EngineLink:
                     self._log.error("stream failed", request_id=request_id, exc_info=error)
 
     def _lose(self, identity: bytes, reason: str) -> None:
-        self._handle(self.session.lose(reason, identity))
+        self._handle(self._roster.lose(reason, identity))
 
     def _send_or_lose(self, send: Send | AbortForeign) -> None:
         try:
@@ -390,13 +329,13 @@ class EngineLink:
         fields = {"engine": event.index, "version": event.info.version}
         if event.how == "handshake":
             self._log.info("engine ready", **fields)
-            self._remember()
+            self._memory.remember()
         else:
             seconds = round(trio.current_time() - self._bound_at, 3)
             self._log.info(f"engine {event.how}", **fields, seconds_since_bound=seconds)
 
     def _became_ready(self) -> None:
-        info = self.session.info
+        info = self._roster.info
         self._log.info("ZMQ worker ready", max_model_len=info.max_model_len if info else None)
         self._changes.unpark_all()
         self._on_ready()
@@ -407,5 +346,5 @@ class EngineLink:
         else:
             self._log.warning("engine session ended", reason=reason, requests_failed=failed)
         self._changes.unpark_all()
-        self._ask_soon()
+        self._asking.soon()
         self._on_lost(reason)

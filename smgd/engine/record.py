@@ -17,13 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from structlog.typing import FilteringBoundLogger
 
 from smgd.engine.handshake import Said
 from smgd.engine.paths import Addresses
-from smgd.errors import SmgdError
+from smgd.engine.roster import Roster
+from smgd.errors import RemoteProtocolError, SmgdError
 
 _FORMAT = 1
 _MODE = 0o600
+_CHECKED = ("format", "uid", "dialect", "handshake", "input", "output", "count", "model")
 
 
 class RecordError(SmgdError):
@@ -40,17 +43,22 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     input: str
     output: str
     count: int
+    model: str
     engines: list[Said]
 
 
 class RecordFile:
-    """The record of one worker's engines: `count` of them, which speak `dialect`."""
+    """The record of one worker's engines: `count` of them, which speak `dialect`.
 
-    def __init__(self, addresses: Addresses, dialect: str, count: int) -> None:
+    They have loaded `model`, a path or a name, which none of them says itself.
+    """
+
+    def __init__(self, addresses: Addresses, dialect: str, count: int, model: str = "") -> None:
         self.path = addresses.record
         self._addresses = addresses
         self._dialect = dialect
         self._count = count
+        self._model = model
 
     def load(self) -> list[Said]:
         """Return what was saved last, nothing if there is no file. Raises `RecordError`."""
@@ -70,7 +78,7 @@ class RecordFile:
 
     def _checked(self, record: _Record) -> list[Said]:
         expected = self._record([])
-        for name in ("format", "uid", "dialect", "handshake", "input", "output", "count"):
+        for name in _CHECKED:
             was, now = getattr(record, name), getattr(expected, name)
             if was != now:
                 raise RecordError(f"its {name} is {was}, not {now}")
@@ -107,6 +115,7 @@ class RecordFile:
             input=self._addresses.input,
             output=self._addresses.output,
             count=self._count,
+            model=self._model,
             engines=list(engines),
         )
 
@@ -117,3 +126,50 @@ def _errors() -> Iterator[None]:
         yield
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordError(str(error)) from error
+
+
+class Memory:
+    """What one life of the daemon tells the next about the engines of a roster, by a record.
+
+    A record that cannot be read or written is logged: engines then have to be started anew.
+    """
+
+    def __init__(self, file: RecordFile, roster: Roster, log: FilteringBoundLogger) -> None:
+        self._file = file
+        self._roster = roster
+        self._log = log
+
+    def recall(self) -> None:
+        """Know the engines of a former life, if it has left a record that fits."""
+        try:
+            said = self._file.load()
+            self._roster.recall(said)
+        except (RecordError, RemoteProtocolError) as error:
+            self._set_aside(str(error))
+        else:
+            if said:
+                engines = [one.index for one in said]
+                self._log.info("looking for engines of a former life", engines=engines)
+
+    def remember(self) -> None:
+        """Write down what the engines have said, as it is now."""
+        try:
+            self._file.save(self._roster.said)
+        except RecordError as error:
+            self._log.warning(
+                "engine record not written: should smgd be restarted, so must the engine",
+                record=str(self._file.path),
+                reason=str(error),
+            )
+
+    def _set_aside(self, reason: str) -> None:
+        try:
+            now = str(self._file.set_aside())
+        except RecordError as error:
+            now = f"where it was ({error})"
+        self._log.warning(
+            "engine record set aside: an engine of a former life has to be started anew",
+            record=str(self._file.path),
+            reason=reason,
+            now=now,
+        )

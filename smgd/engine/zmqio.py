@@ -4,7 +4,8 @@ libzmq gives one descriptor per socket, for both directions, and it is edge-trig
 readable once when *something* has changed, and every call into the socket, by whatever task, may
 consume that edge. Three rules follow, and this module is where they are kept:
 
-1. Try first, wait only after a failed try; the failed try has consumed the edge that belongs to it.
+1. Wait only after a look that found nothing, a failed receive or `EVENTS`, with no call since: that
+   look has consumed the edge that belongs to what is there, so that what comes makes a new one.
 2. One task reads, and only the reader waits on the descriptor. A send by another task may consume
    the edge that announces a message, so every send looks at `EVENTS` and wakes a waiting reader.
 3. A sender that finds no room does not wait on the descriptor: that would need a second waiter, and
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Literal, Self, TypeAlias
 
@@ -42,6 +43,8 @@ _NOBLOCK = zmq.NOBLOCK
 # Messages that may wait for one engine before a send blocks. An engine reads all the time, so a
 # full queue means that it is stuck; without a limit no send deadline would ever be reached.
 _INPUT_SEND_LIMIT = 1000
+# A worker takes 7, with those of its monitors; libzmq's own limit ends at 146 workers.
+_MAX_SOCKETS = 16384
 _RETRY_MIN = 0.001  # seconds between two tries to send to a full peer
 _RETRY_MAX = 0.05
 _CONNECTED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
@@ -53,6 +56,7 @@ class ZmqContext:
 
     def __init__(self) -> None:
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._open: set[ZmqSocket] = set()
 
     def __enter__(self) -> Self:
@@ -111,6 +115,7 @@ class ZmqSocket:
         self._fd = int(raw.get(zmq.FD))  # asking costs more than a receive
         self._reader_waits = False
         self._limit_hit = False
+        self._exhausted = False  # nothing was there at the last look, and nobody called since
         self._monitor: ZmqMonitor | None = None
 
     def __enter__(self) -> Self:
@@ -151,6 +156,7 @@ class ZmqSocket:
         except zmq.ZMQError as error:
             raise _translated(error) from error
         finally:
+            self._exhausted = False
             self._wake_reader()
 
     async def send(self, frames: Sequence[bytes]) -> None:
@@ -186,19 +192,25 @@ class ZmqSocket:
         try:
             while len(messages) < limit:
                 messages.append(self.recv_nowait())
+                # Most times there is one message. To ask costs less than half of a failed receive,
+                # and consumes the edge as well.
+                if not self._has_messages():
+                    break
         except trio.WouldBlock:
             pass
+        self._exhausted = len(messages) < limit
         return messages
 
     async def recv_batch(self, limit: int = DRAIN_LIMIT) -> list[list[bytes]]:
         """Wait for a message, then return all that are there, at most `limit`.
 
-        A checkpoint only if it has to wait, or if the call before this one has hit its limit; so
-        what was received is never lost to a cancellation. Raises `TransportError`.
+        Checkpoints come before anything is received, so nothing is lost to a cancellation: if the
+        call before this one has hit its limit, or if it must wait. Raises `TransportError`.
         """
         if self._limit_hit:
-            self._limit_hit = False
             await trio.lowlevel.checkpoint()
+        elif self._exhausted:
+            await self._wait_readable()
         while not (messages := self.drain_nowait(limit)):
             await self._wait_readable()
         self._limit_hit = len(messages) == limit
@@ -244,7 +256,10 @@ class ZmqSocket:
             trio.lowlevel.notify_closing(self._fd)
 
     def _has_messages(self) -> bool:
-        return bool(int(self._raw.get(zmq.EVENTS)) & zmq.POLLIN)
+        try:
+            return bool(int(self._raw.get(zmq.EVENTS)) & zmq.POLLIN)
+        except zmq.ZMQError as error:
+            raise _translated(error) from error
 
 
 class ZmqMonitor:
@@ -286,20 +301,20 @@ def bind_worker(
     context: ZmqContext, handshake: str, input_address: str, output_address: str
 ) -> WorkerSockets:
     """Return a worker's sockets, bound to their addresses. Raises `WorkerError`."""
-    sockets = (
-        context.socket("router"),
-        context.socket("router", send_limit=_INPUT_SEND_LIMIT),
-        context.socket("pull"),
-    )
-    try:
-        for socket in sockets[1:]:
-            socket.monitor()  # before the first engine can connect
+    with ExitStack() as opened:
+        try:
+            sockets = (
+                opened.enter_context(context.socket("router")),
+                opened.enter_context(context.socket("router", send_limit=_INPUT_SEND_LIMIT)),
+                opened.enter_context(context.socket("pull")),
+            )
+            for socket in sockets[1:]:
+                socket.monitor()  # before the first engine can connect
+        except zmq.ZMQError as error:
+            raise WorkerError(f"cannot open sockets: {error.strerror}") from error
         for socket, address in zip(
             sockets, (handshake, input_address, output_address), strict=True
         ):
             socket.bind(address)
-    except WorkerError:
-        for socket in sockets:
-            socket.close()
-        raise
+        opened.pop_all()
     return WorkerSockets(*sockets)

@@ -24,8 +24,9 @@ import trio
 from smgd.launch import guardian
 from smgd.launch.plan import EngineSpec
 
-# What a service manager says to smgd alone; an engine that heard it would answer in our name.
-_NOT_FOR_ENGINES: Final = ("NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_", "FDSTORE")
+# What a service manager says to smgd alone; an engine that heard it would answer in our name. And
+# the key of our clients, which no engine asks for.
+_NOT_FOR_ENGINES: Final = ("NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_", "FDSTORE", "SMGD_API_KEY")
 _READ_BYTES: Final = 65536
 
 

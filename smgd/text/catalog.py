@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from smgd.errors import ApiError, ModelError, invalid_request, model_not_found
+from smgd.samples import LookupSample
 from smgd.text.model import Model
 
 
@@ -81,6 +82,15 @@ class Catalog:
         """Return the size of a model's vocabulary, None while it is not loaded."""
         model = self._models.get(model_id)
         return model.files.vocab_size if isinstance(model, Model) else None
+
+    def lookups(self) -> list[LookupSample]:
+        """Return how the caches of tokenized pieces fare, for the metrics."""
+        caches = [
+            (model.id, model.tokenizer.segments)
+            for model in self._models.values()
+            if isinstance(model, Model)
+        ]
+        return [LookupSample(i, cache.hits, cache.misses) for i, cache in caches if cache]
 
     def why_missing(self, model_id: str) -> str:
         """Say why a model that is not loaded is not."""

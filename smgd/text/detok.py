@@ -16,8 +16,9 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 
 from smgd.core import Piece, Special
-from smgd.text.vocab import UNTABLED, Vocabulary
+from smgd.text.vocab import UNTABLED, Vocabulary, json_inside
 
+_NO_TABLES = (UNTABLED, UNTABLED)
 _BROKEN = "\ufffd"
 _CONTEXT = 16  # prompt tokens that are looked at: far more than any decoder's memory
 _MAX_BROKEN = 3  # an unfinished UTF-8 character is at most three bytes, or tokens, or U+FFFDs
@@ -34,7 +35,7 @@ class Detokenizer:
     Without, the text is that of the generated ids alone.
     """
 
-    __slots__ = ("_special", "_stream", "_table", "_texts")
+    __slots__ = ("_escapes", "_special", "_stream", "_tables", "_texts")
 
     def __init__(
         self,
@@ -46,9 +47,23 @@ class Detokenizer:
         self._stream: ByteStream | WindowStream = make(vocabulary, skip_special_tokens)
         self._stream.feed(prompt_ids[-_CONTEXT:])
         self._special = vocabulary.special
-        # The table answers for a lone token only while nothing earlier bears on its text.
-        self._table = vocabulary.text_table(skip_special_tokens)
-        self._texts = self._table if self._stream.clean else UNTABLED
+        self._tables = (
+            vocabulary.text_table(skip_special_tokens),
+            vocabulary.escape_table(skip_special_tokens),
+        )
+        self._choose_tables()
+
+    def _choose_tables(self) -> None:
+        """Let tables answer for a lone token only while nothing earlier bears on its text."""
+        self._texts, self._escapes = self._tables if self._stream.clean else _NO_TABLES
+
+    def feed_json(self, ids: Sequence[int]) -> bytes:
+        """Return the same as `feed`, as it stands inside a JSON string."""
+        if len(ids) == 1:
+            data = self._escapes[ids[0]]
+            if data is not None:
+                return data
+        return json_inside(self.feed(ids))
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that `ids` add; what is not yet a whole character comes later."""
@@ -57,7 +72,7 @@ class Detokenizer:
             if text is not None:
                 return text
         text = self._stream.feed(ids)
-        self._texts = self._table if self._stream.clean else UNTABLED
+        self._choose_tables()
         return text
 
     def feed_pieces(self, ids: Sequence[int]) -> list[Piece]:
@@ -88,7 +103,7 @@ class Detokenizer:
     def finish(self) -> str:
         """Return what was held back, since nothing follows that could complete it."""
         text = self._stream.finish()
-        self._texts = self._table if self._stream.clean else UNTABLED
+        self._choose_tables()
         return text
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from smgd.errors import ModelError, TemplateError
-from smgd.text.hub import is_path, read_json, resolve
+from smgd.text.hub import read_json, resolve
 from smgd.text.template import ChatTemplate
 from smgd.text.tokenizer import Tokenizer
 
@@ -224,7 +224,7 @@ def load_model(
         directory = _resolve_or(model_path, tokenizer_directory)
     tokenizer = Tokenizer.from_directory(tokenizer_directory)
     return Model(
-        id=served_model_name or model_id(model_path),
+        id=served_model_name or model_path,
         tokenizer=tokenizer,
         template=find_template(tokenizer_directory, chat_template, tokenizer),
         files=ModelFiles.read(directory, tokenizer),
@@ -237,11 +237,3 @@ def _resolve_or(model_path: str, default: Path) -> Path:
         return resolve(model_path)
     except ModelError:
         return default
-
-
-def model_id(model_path: str) -> str:
-    """Return the id of a model without a served name: a directory's last part, else the name."""
-    if not is_path(model_path):
-        return model_path
-    path = Path(model_path).expanduser()
-    return path.resolve().name if path.name in {"", ".."} else path.name

@@ -1,9 +1,10 @@
 """From engine outputs to what a client sees, for one sequence: ids, text, stops, parser, events.
 
-Composed once per request from what the request asks for. A request without stop strings, parser,
-logprobs and token ids is `plain`: until its last delta, `feed_text` is all it needs, one call that
-costs little more than the token's dict access. Everything else, and every last delta, goes through
-`feed`. Text is the same whether an answer is fed token by token or whole.
+Composed once per request from what the request asks for. A request without parser, logprobs and
+token ids is `plain`: until its last delta, `feed_text` or `feed_json` is all it needs, one call
+that costs little more than the token's dict access, or with stop strings than the look for them.
+Everything else, and every last delta, goes through `feed`. Text is the same whether an answer is
+fed token by token or whole.
 
 What ends a sequence, in this order: a stop string that the text completes, then the engine's own
 word. Stop strings are matched on the text before the parser sees it, as in vLLM.
@@ -18,7 +19,7 @@ import msgspec
 from smgd.core import Delta, Event, Finish, GenerationRequest, Parser, Piece, TokenLogprobs
 from smgd.text.detok import Detokenizer
 from smgd.text.stops import StopMatcher
-from smgd.text.vocab import Vocabulary
+from smgd.text.vocab import Vocabulary, json_inside
 
 
 class PipelineOutput(msgspec.Struct, gc=False):
@@ -51,7 +52,7 @@ class TextPipeline:
     """
 
     __slots__ = (
-        "_detok", "_feed_ids", "_ids", "_matcher", "_parser", "_request", "_rows",
+        "_detok", "_feed_ids", "_feed_json", "_ids", "_matcher", "_parser", "_request", "_rows",
         "_special", "_strings", "completion_tokens", "finish", "plain",
     )  # fmt: skip
 
@@ -67,6 +68,7 @@ class TextPipeline:
         prompt_ids = request.prompt_ids if continues_prompt else ()
         self._detok = Detokenizer(vocabulary, output.skip_special_tokens, prompt_ids)
         self._feed_ids = self._detok.feed
+        self._feed_json = self._detok.feed_json
         self._matcher: StopMatcher | None = None
         if stop.strings:
             self._matcher = StopMatcher(stop.strings, stop.include_in_output)
@@ -78,19 +80,30 @@ class TextPipeline:
         self._rows: list[TokenLogprobs] = []
         self._special = vocabulary.special
         wished = parser is not None or output.logprobs is not None or output.token_ids
-        self.plain = not (stop.strings or wished)
+        self.plain = not wished
         self.completion_tokens = 0
         self.finish: Finish | None = None
 
     def feed_text(self, ids: Sequence[int]) -> str:
         """Take ids that are not the last; return their text. Only for a `plain` pipeline.
 
-        The ids are counted but not kept for `PipelineOutput.token_ids`: the caller has them.
+        If `finish` is set by it, a stop string was found, and the request is to be aborted at the
+        engine. The ids are not kept for `PipelineOutput.token_ids`: the caller has them.
         """
         if self.finish is not None:
             return ""
-        self.completion_tokens += len(ids)
-        return self._feed_ids(ids)
+        text, used = self._watch(ids)
+        self.completion_tokens += used
+        if self._matcher is not None and self._matcher.matched is not None:
+            self.finish = Finish("stop", self._matcher.matched)
+        return text
+
+    def feed_json(self, ids: Sequence[int]) -> bytes:
+        """Return the same as `feed_text`, as it stands inside a JSON string."""
+        if self._matcher is None and self.finish is None:
+            self.completion_tokens += len(ids)
+            return self._feed_json(ids)
+        return json_inside(self.feed_text(ids))
 
     def feed(self, delta: Delta) -> PipelineOutput:
         """Take what the engine says; return what the client may see of it now."""
@@ -135,25 +148,42 @@ class TextPipeline:
 
     def _advance(self, ids: list[int]) -> tuple[list[Piece], int]:
         """Turn ids into pieces as far as a stop string; return also how many ids that took."""
+        if self._parser is None:
+            text, used = self._watch(ids)
+            return ([text] if text else []), used
         matcher = self._matcher
         if matcher is None:
-            return self._decode(ids), len(ids)
+            return self._detok.feed_pieces(ids), len(ids)
         pieces: list[Piece] = []
         for used, token_id in enumerate(ids, 1):
             if not matcher.active:
-                generated = self.completion_tokens + used
-                matcher.active = generated > self._request.sampling.min_tokens
-            for piece in self._decode((token_id,)):
+                self._activate(matcher, used)
+            for piece in self._detok.feed_pieces((token_id,)):
                 pieces += self._guard(matcher, piece)
                 if matcher.matched is not None:
                     return pieces, used
         return pieces, len(ids)
 
-    def _decode(self, ids: Sequence[int]) -> list[Piece]:
-        if self._parser is not None:
-            return self._detok.feed_pieces(ids)
-        text = self._feed_ids(ids)
-        return [text] if text else []
+    def _watch(self, ids: Sequence[int]) -> tuple[str, int]:
+        """Turn ids into text as far as a stop string; return also how many ids that took."""
+        matcher = self._matcher
+        if matcher is None:
+            return self._feed_ids(ids), len(ids)
+        shown = ""
+        for used, token_id in enumerate(ids, 1):
+            if not matcher.active:
+                self._activate(matcher, used)
+            text = self._feed_ids((token_id,))
+            if text:
+                text, matched = matcher.feed(text)
+                shown += text
+                if matched is not None:
+                    return shown, used
+        return shown, len(ids)
+
+    def _activate(self, matcher: StopMatcher, used: int) -> None:
+        generated = self.completion_tokens + used
+        matcher.active = generated > self._request.sampling.min_tokens
 
     def _guard(self, matcher: StopMatcher, piece: Piece) -> list[Piece]:
         """Pass a piece through the matcher, which may hold it back or cut it."""

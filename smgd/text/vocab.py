@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -65,7 +66,20 @@ class Texts(dict[int, str | None]):
         return text
 
 
-class Untabled(dict[int, str | None]):
+class Escapes(dict[int, bytes | None]):
+    """id -> the token's text inside a JSON string, or None where `Texts` has None."""
+
+    def __init__(self, texts: Texts) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        text = self._texts[token_id]
+        data = self[token_id] = None if text is None else json_inside(text)
+        return data
+
+
+class Untabled(dict[int, None]):
     """A table without entries: what the next token's text is depends on those before it."""
 
     def __missing__(self, token_id: int) -> None:
@@ -73,6 +87,13 @@ class Untabled(dict[int, str | None]):
 
 
 UNTABLED = Untabled()
+
+_json = msgspec.json.Encoder().encode
+
+
+def json_inside(text: str) -> bytes:
+    """Return a text as JSON writes it, without the quotes."""
+    return _json(text)[1:-1]
 
 
 class Vocabulary:
@@ -96,7 +117,11 @@ class Vocabulary:
             self.layout = layout
         shown, hidden = Bytes(self, frozenset()), Bytes(self, frozenset(self.special))
         self._bytes = (shown, hidden)
-        self._texts = (Texts(shown), Texts(hidden)) if self.layout else (UNTABLED, UNTABLED)
+        texts = (Texts(shown), Texts(hidden))
+        self._texts = texts if self.layout else (UNTABLED, UNTABLED)
+        self._escapes = (
+            (Escapes(texts[0]), Escapes(texts[1])) if self.layout else (UNTABLED, UNTABLED)
+        )
 
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary writes it, or None for an id that it does not have."""
@@ -117,6 +142,10 @@ class Vocabulary:
     def text_table(self, skip_special_tokens: bool) -> Texts | Untabled:
         """Return the table behind `text`, in which special tokens may be empty."""
         return self._texts[skip_special_tokens]
+
+    def escape_table(self, skip_special_tokens: bool) -> Escapes | Untabled:
+        """Return the table of the same texts inside JSON strings."""
+        return self._escapes[skip_special_tokens]
 
     def first_bytes(self, token_id: int) -> bytes:
         """Return a token's bytes at the start of a text, where a leading space may go."""

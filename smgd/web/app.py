@@ -9,6 +9,7 @@ from typing import Any
 
 from quart import Response, g, request
 from quart_trio import QuartTrio
+from quart_trio.wrappers import TrioRequest
 from werkzeug.exceptions import HTTPException
 
 from smgd import __version__
@@ -16,8 +17,9 @@ from smgd.api.envelope import error_body
 from smgd.errors import ApiError, internal_error
 from smgd.metrics import CONTENT_TYPE, Metrics
 from smgd.web import control, gate, workers
+from smgd.web.cors import is_preflight, preflight_headers
 from smgd.web.exchange import Dispatcher as HttpDispatcher
-from smgd.web.exchange import Exchange, run_exchange
+from smgd.web.exchange import Exchange, run_exchange, too_large, too_slow
 from smgd.web.hyper import Receive, Scope, Send
 from smgd.web.replies import json_response
 from smgd.web.service import Service
@@ -25,20 +27,23 @@ from smgd.web.service import Service
 # Of the routes that raw handlers serve.
 HOT_METHODS = ("POST",)
 
+# A body of any other method has no meaning (RFC 9110, 9.3), and is not read.
+BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
+
 # Seconds; nothing on the metrics port has a body.
 BODY_TIMEOUT = 5.0
 
 
 def make_app(service: Service, hot: frozenset[str]) -> QuartTrio:
     """Return the application; `hot` are the paths that raw handlers serve, for honest 405s."""
-    app = QuartTrio("smgd")
+    app = QuartTrio("smgd", static_folder=None)
+    app.request_class = _request_class(service)
     app.config.update(
         RESPONSE_TIMEOUT=None,  # Quart's minute would cut an answer without a word
         BODY_TIMEOUT=service.body_timeout,
-        MAX_CONTENT_LENGTH=service.max_payload_size,
     )
     _frame(app, service)
-    _errors(app, hot)
+    _errors(app, service, hot)
     _probes(app, service)
     _models(app, service)
     workers.add_routes(app, service)
@@ -46,43 +51,61 @@ def make_app(service: Service, hot: frozenset[str]) -> QuartTrio:
     return app
 
 
+def _request_class(service: Service) -> type[TrioRequest]:
+    """Return the class of requests, whose bodies have the limit that holds when they come."""
+
+    class LimitedRequest(TrioRequest):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"max_content_length": service.max_payload_size})
+
+    return LimitedRequest
+
+
 def _frame(app: QuartTrio, service: Service) -> None:
-    """Open and close the access record around every request."""
+    """Take every request through the gate, whether there is a route for it or not."""
 
     @app.before_request
-    async def begin() -> None:
+    async def begin() -> Response | None:
         route = request.url_rule.rule if request.url_rule is not None else gate.OTHER
-        g.access = gate.Access(request.method, route, _request_id())
+        own_id = gate.new_id("req-")
+        g.access = service.gate.enter(request.method, route, _header, own_id)
+        if service.gate.cors is not None and is_preflight(request.method, _header):
+            return _with(Response("", 204), preflight_headers(g.access.cors, _header))
+        service.gate.authenticate(g.access, _header)
+        if request.url_rule is not None and request.method in BODY_METHODS:
+            # Also where nobody looks at it: no route takes more than is allowed.
+            await request.get_data(as_text=False)
+        return None
 
     @app.after_request
     async def finish(response: Response) -> Response:
         access: gate.Access = g.access
-        for name, value in gate.common_headers(access):
-            response.headers[name.decode()] = value.decode()
+        _with(response, gate.common_headers(access))
         access.answered(response.status_code, response.headers.get("x-smg-error-code", ""))
         return response
 
     @app.teardown_request
     async def close(_: BaseException | None) -> None:
         if "access" in g:
-            g.access.close(service.metrics)
+            service.gate.leave(g.access)
 
 
-def _request_id() -> str:
-    def header(name: bytes) -> bytes | None:
-        value = request.headers.get(name.decode())
-        return value.encode("latin-1") if value is not None else None
-
-    return gate.request_id(header, gate.new_id("req-"))
+def _header(name: bytes) -> bytes | None:
+    """Return the value of a header of the request at hand, as it came."""
+    value = request.headers.get(name.decode())
+    return value.encode("latin-1") if value is not None else None
 
 
-def _errors(app: QuartTrio, hot: frozenset[str]) -> None:
+def _with(response: Response, headers: list[tuple[bytes, bytes]]) -> Response:
+    for name, value in headers:
+        response.headers[name.decode()] = value.decode("latin-1")
+    return response
+
+
+def _errors(app: QuartTrio, service: Service, hot: frozenset[str]) -> None:
     @app.errorhandler(ApiError)
     async def api_error(error: ApiError) -> Response:
-        response = Response(error_body(error), error.status)
-        for name, value in gate.error_headers(g.access, error):
-            response.headers[name.decode()] = value.decode()
-        return response
+        return _with(Response(error_body(error), error.status), gate.error_headers(g.access, error))
 
     @app.errorhandler(HTTPException)
     async def http_error(error: HTTPException) -> Response:
@@ -94,6 +117,10 @@ def _errors(app: QuartTrio, hot: frozenset[str]) -> None:
             methods = getattr(error, "valid_methods", None) or HOT_METHODS
             response.headers["Allow"] = ", ".join(sorted(methods))
             return response
+        if status == 413:
+            return await api_error(too_large(service.max_payload_size))
+        if status == 408:
+            return await api_error(too_slow(service.body_timeout))
         code = (error.name or "error").lower().replace(" ", "_")
         return await api_error(ApiError(status, code, error.description or code))
 

@@ -1,7 +1,18 @@
 """The gate: what holds for every route, whether Quart serves it or a raw handler does.
 
-Plain functions, so that both kinds of route call the same code: request ids, the record of an
-access with its metrics and its one canonical log line, and error rendering.
+Both kinds of route call the same code: request ids, the record of an access with its metrics and
+its one canonical log line, keys, CORS, admission and error rendering. `Gate` is what the
+configuration says of these; a request's way through it is
+
+    access = gate.enter(...)            a record, with an id; counted as being answered
+    gate.authenticate(access, ...)      401 without a key, before anything else is told
+    gate.admission.admit(access)        only routes that make engines or tokenizers work; if no
+    turn = gate.park(access)              permit is free, a place in the queue,
+    await gate.wait(access, turn)         and in its turn the permit
+    ...                                 the route
+    gate.leave(access)                  always: permit back, metrics, log line
+
+and all but the waiting is synchronous.
 """
 
 from __future__ import annotations
@@ -16,8 +27,14 @@ import trio
 
 from smgd.errors import ApiError, invalid_request
 from smgd.metrics import Metrics
+from smgd.samples import GateSample
+from smgd.web.admission import Admission
+from smgd.web.auth import Keys
+from smgd.web.cors import Cors
 
 log = structlog.get_logger("smgd.request")
+
+Header = Callable[[bytes], bytes | None]
 
 JSON = (b"content-type", b"application/json")
 
@@ -31,6 +48,9 @@ CLIENT_CLOSED = 499
 # Asked for every few seconds by balancers and scrapers: not worth a line at info.
 PROBES = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
 
+# What needs no key: balancers and orchestrators have none, and learn nothing but how smgd is.
+OPEN = frozenset({"/health", "/liveness", "/readiness"})
+
 # A client may call its method anything; a metric's label may not be anything.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER = "other"
@@ -39,10 +59,11 @@ OTHER = "other"
 class Access:
     """The record of one request, from its head to the end of its answer.
 
-    Times are on trio's clock, in seconds. `fields` go into the canonical line as they are.
+    Times are on trio's clock, in seconds. `fields` go into the canonical line as they are, `cors`
+    are headers of the answer.
     """
 
-    __slots__ = ("error_code", "fields", "id", "method", "route", "started", "status")
+    __slots__ = ("cors", "error_code", "fields", "id", "method", "route", "started", "status")
 
     def __init__(self, method: str, route: str, request_id: str) -> None:
         self.method = method if method in METHODS else OTHER
@@ -50,6 +71,7 @@ class Access:
         self.id = request_id
         self.started = trio.current_time()
         self.fields: dict[str, Any] = {}
+        self.cors: list[tuple[bytes, bytes]] = []
         self.left()
 
     def answered(self, status: int, error_code: str = "") -> None:
@@ -79,12 +101,76 @@ class Access:
         )
 
 
+class Gate(msgspec.Struct, kw_only=True, eq=False):
+    """What the configuration says of all routes, and the requests that are being answered.
+
+    `header`, wherever it is a parameter, returns the value of a request's header by its lower-case
+    name.
+    """
+
+    metrics: Metrics
+    admission: Admission
+    keys: Keys
+    cors: Cors | None = None
+    answering: set[Access] = set()
+
+    def enter(self, method: str, route: str, header: Header, own_id: str) -> Access:
+        """Begin the record of a request; `own_id` is its id if the client gives none."""
+        access = Access(method, route, request_id(header, own_id))
+        if self.cors is not None:
+            access.cors = self.cors.headers(header(b"origin"))
+        self.answering.add(access)
+        return access
+
+    def authenticate(self, access: Access, header: Header) -> None:
+        """Raise `ApiError` 401 if the route needs a key and the request has none of ours.
+
+        A path that is no route needs one, too: without a key nobody learns which there are.
+        """
+        if self.keys and access.route not in OPEN:
+            self.keys.check(header)
+
+    def park(self, access: Access) -> trio.Event:
+        """Take a place in the queue; what is returned is set when its turn has come.
+
+        `leave` gives the place back, or the permit. Raises `ApiError` 429 or 503.
+        """
+        turn = trio.Event()
+        self.admission.park(access, turn.set)
+        return turn
+
+    async def wait(self, access: Access, turn: trio.Event) -> None:
+        """Wait in the queue for a permit. Raises `ApiError` 503."""
+        with trio.move_on_at(access.started + self.admission.timeout):
+            await turn.wait()
+        access.fields["queued_ms"] = round((trio.current_time() - access.started) * 1000, 1)
+        self.admission.settle(access)
+
+    def leave(self, access: Access) -> None:
+        """End a request, however it has come to its end."""
+        self.answering.discard(access)
+        self.admission.leave(access)
+        access.close(self.metrics)
+
+    def sample(self) -> GateSample:
+        """Return what metrics tell of the gate."""
+        admission, now = self.admission, trio.current_time()
+        return GateSample(
+            ages=[now - access.started for access in self.answering],
+            running=admission.running,
+            waiting=admission.waiting,
+            allowed=admission.allowed,
+            full=admission.full,
+            timeouts=admission.timeouts,
+        )
+
+
 def new_id(prefix: str) -> str:
     """Return a fresh public id: the prefix and 24 hexadecimal digits."""
     return prefix + secrets.token_hex(12)
 
 
-def request_id(header: Callable[[bytes], bytes | None], otherwise: str) -> str:
+def request_id(header: Header, otherwise: str) -> str:
     """Return the client's own request id if it is fit to be echoed, else `otherwise`."""
     for name in REQUEST_ID_HEADERS:
         value = header(name)
@@ -106,7 +192,7 @@ def check_content_type(value: bytes | None) -> None:
 
 def common_headers(access: Access) -> list[tuple[bytes, bytes]]:
     """Return the headers of every answer."""
-    return [(b"x-request-id", access.id.encode("ascii"))]
+    return [(b"x-request-id", access.id.encode("ascii")), *access.cors]
 
 
 def error_headers(access: Access, error: ApiError) -> list[tuple[bytes, bytes]]:
@@ -114,6 +200,8 @@ def error_headers(access: Access, error: ApiError) -> list[tuple[bytes, bytes]]:
     headers = [JSON, (b"x-smg-error-code", error.code.encode()), *common_headers(access)]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     return headers
 
 

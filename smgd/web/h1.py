@@ -301,7 +301,10 @@ class FastExchange:
     def write_nowait(self, data: bytes) -> bytes:
         if self.ended or not self.started:
             raise SinkClosed("the response is over")
-        framed = self._framed(data)
+        if self._framing is Framing.CHUNKED and data:  # as `_framed` does, without the calls
+            framed = b"%x\r\n%b\r\n" % (len(data), data)
+        else:
+            framed = self._framed(data)
         if self._held:
             framed = self._held + framed
         if not self.can_write_nowait:
@@ -317,5 +320,5 @@ class FastExchange:
             self._h1.link.expire("the client is gone")
             raise SinkClosed("the client is gone") from error
         self._held = framed[sent:]
-        self.can_write_nowait = not self._held
+        self.can_write_nowait = sent == len(framed)
         return self._held

@@ -6,15 +6,17 @@ client leaves; the generation's block then sends the ABORTs.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
+import msgspec
 import structlog
 import trio
 
 from smgd.api import QUERIES, SURFACES
 from smgd.api.base import Plan, PlanContext, Query, QueryContext, Surface
 from smgd.api.envelope import error_body, error_event
-from smgd.core import Timings
+from smgd.core import Timings, Write
 from smgd.dispatch import Generation, Sequence
 from smgd.errors import ApiError, internal_error
 from smgd.metrics import Finished
@@ -29,90 +31,113 @@ KEEPALIVE = b": keep-alive\n\n"
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
+class _Route(msgspec.Struct, frozen=True):
+    """A raw route: where it is, and the life of a request to it.
+
+    `run` is given the body, the access, and the id that the answer has unless the client sent one.
+    """
+
+    path: str
+    endpoint: str
+    id_prefix: str
+    run: Callable[[bytes, Exchange, gate.Access, str], Awaitable[None]]
+    error_body: Callable[[ApiError], bytes] = error_body
+    error_event: Callable[[ApiError], bytes] = error_event
+
+
 def handlers(service: Service) -> dict[tuple[str, str], Handler]:
     """Return the raw handlers by method and path."""
-    table: dict[tuple[str, str], Handler] = {}
+    return {("POST", route.path): _handler(service, route) for route in _routes(service)}
+
+
+def _routes(service: Service) -> Iterator[_Route]:
     for surface in SURFACES:
-        table["POST", surface.path] = _surface_handler(service, surface)
-    for query in QUERIES:
-        for path in query.paths:
-            table["POST", path] = _query_handler(service, query, path)
-    return table
-
-
-def _surface_handler(service: Service, surface: Surface) -> Handler:
-    async def handle(exchange: Exchange) -> None:
-        response_id = gate.new_id(surface.id_prefix)
-        access = _access(exchange, surface.path, response_id)
-        run = answer(service, surface, exchange, access, response_id)
-        await _gated(
-            service,
-            exchange,
-            access,
+        yield _Route(
+            surface.path,
             surface.endpoint,
-            run,
+            surface.id_prefix,
+            partial(answer, service, surface),
             surface.error_body,
             surface.error_event,
         )
+    for query in QUERIES:
+        run = partial(answer_query, service, query)
+        yield from (_Route(path, query.endpoint, "req-", run) for path in query.paths)
 
-    return handle
 
+def _handler(service: Service, route: _Route) -> Handler:
+    """Return what runs a request through the gate, and answers for its errors."""
+    house = service.gate
+    admission = house.admission
 
-def _query_handler(service: Service, query: Query, path: str) -> Handler:
     async def handle(exchange: Exchange) -> None:
-        access = _access(exchange, path, gate.new_id("req-"))
-        run = answer_query(service, query, exchange, access)
-        await _gated(service, exchange, access, query.endpoint, run, error_body, error_event)
-
-    return handle
-
-
-def _access(exchange: Exchange, route: str, own_id: str) -> gate.Access:
-    return gate.Access(exchange.method, route, gate.request_id(exchange.header, own_id))
-
-
-async def _gated(
-    service: Service,
-    exchange: Exchange,
-    access: gate.Access,
-    endpoint: str,
-    run: Awaitable[None],
-    body: Callable[[ApiError], bytes],
-    event: Callable[[ApiError], bytes],
-) -> None:
-    """Run one request's life with what holds for all of them: errors, metrics, the log line."""
-    with service.metrics.http_inflight.track_inprogress():
+        own_id = gate.new_id(route.id_prefix)
+        access = house.enter(exchange.method, route.path, exchange.header, own_id)
         try:
-            await run
+            house.authenticate(access, exchange.header)
+            if admission.admit(access):
+                body = await _read(service, exchange)
+            else:
+                body = await _queued(service, exchange, access)
+            await route.run(body, exchange, access, own_id)
         except ApiError as error:
-            _count_error(service, endpoint, access, error)
-            await _refuse(exchange, access, error, body, event)
+            await _fail(service, route, exchange, access, error)
         except Exception:
             # One broken answer must not take its neighbours along: it fails alone, loudly.
             log.exception("request failed", request_id=access.id)
-            _count_error(service, endpoint, access, internal_error())
-            await _refuse(exchange, access, internal_error(), body, event)
+            await _fail(service, route, exchange, access, internal_error())
         finally:
             if not exchange.ended:
                 access.left()
-            access.close(service.metrics)
+            house.leave(access)
+
+    return handle
+
+
+async def _fail(
+    service: Service, route: _Route, exchange: Exchange, access: gate.Access, error: ApiError
+) -> None:
+    """Answer with an error, or end a stream that has begun with an error event."""
+    nobody = "other" if error.code == "model_not_found" else "unknown"
+    model = access.fields.get("model", nobody)
+    service.metrics.failed(model, route.endpoint, _error_type(error))
+    access.answered(200 if exchange.started else error.status, error.code)
+    if exchange.started:
+        await exchange.end(route.error_event(error))
+    else:
+        headers = gate.error_headers(access, error)
+        await exchange.respond(error.status, headers, route.error_body(error))
+
+
+async def _queued(service: Service, exchange: Exchange, access: gate.Access) -> bytes:
+    """Wait for a permit in the queue; return the body, which is not read before.
+
+    But over HTTP/2 it is: a body that nobody reads would hold up the running streams of the same
+    connection, and only behind the body can it be seen that the client has reset this one.
+    """
+    turn = service.gate.park(access)
+    shared = exchange.http_version == "2"
+    body = await _read(service, exchange) if shared else b""
+    await service.gate.wait(access, turn)
+    return body if shared else await _read(service, exchange)
 
 
 async def answer_query(
-    service: Service, query: Query, exchange: Exchange, access: gate.Access
+    service: Service,
+    query: Query,
+    body: bytes,
+    exchange: Exchange,
+    access: gate.Access,
+    _own_id: str,
 ) -> None:
-    """Read and answer a request that needs no engine. Raises `ApiError`."""
-    request, unknown = query.decode(await _read(service, exchange))
+    """Answer a request that needs no engine. Raises `ApiError`."""
+    request, unknown = query.decode(body)
     _count_unknown(service, query.endpoint, unknown, access)
     model = service.catalog.get(request.model)
     length = service.registry.known_max_model_len(model.id)
-    body = await query.run(request, QueryContext(model, length, service.stage))
+    answered = await query.run(request, QueryContext(model, length, service.stage))
     access.answered(200)
-    await exchange.respond(200, [gate.JSON, *gate.common_headers(access)], body)
-
-
-def _count_error(service: Service, endpoint: str, access: gate.Access, error: ApiError) -> None:
-    service.metrics.failed(access.fields.get("model", "unknown"), endpoint, _error_type(error))
+    await exchange.respond(200, [gate.JSON, *gate.common_headers(access)], answered)
 
 
 def _count_unknown(
@@ -129,10 +154,15 @@ async def _read(service: Service, exchange: Exchange) -> bytes:
 
 
 async def answer(
-    service: Service, surface: Surface, exchange: Exchange, access: gate.Access, response_id: str
+    service: Service,
+    surface: Surface,
+    body: bytes,
+    exchange: Exchange,
+    access: gate.Access,
+    response_id: str,
 ) -> None:
-    """Read, plan, run and answer one request. Raises `ApiError` for all that is not a 200."""
-    request, unknown = surface.decode(await _read(service, exchange))
+    """Plan, run and answer one request. Raises `ApiError` for all that is not a 200."""
+    request, unknown = surface.decode(body)
     model = service.catalog.get(request.model)
     access.fields.update(model=model.id, stream=bool(request.stream))
     _count_unknown(service, surface.endpoint, unknown, access)
@@ -163,11 +193,12 @@ async def answer(
 async def _whole(
     exchange: Exchange, access: gate.Access, generation: Generation, plan: Plan
 ) -> None:
-    def fed(sequence: Sequence) -> bool:
+    def feed(sequence: Sequence) -> None:
         plan.feed(sequence)
-        return plan.done
+        if plan.done:
+            sequence.touch()
 
-    generation.hook = fed if plan.eager else _has_finish
+    generation.hook = feed if plan.eager else _wait_for_finish
     while not plan.done:
         for sequence in await generation.wait():
             plan.feed(sequence)
@@ -177,8 +208,9 @@ async def _whole(
     await exchange.respond(200, [gate.JSON, *gate.common_headers(access)], plan.end())
 
 
-def _has_finish(sequence: Sequence) -> bool:
-    return sequence.finish is not None
+def _wait_for_finish(sequence: Sequence) -> None:
+    if sequence.finish is not None:
+        sequence.touch()
 
 
 class _Direct:
@@ -188,37 +220,53 @@ class _Direct:
     sequence that smgd stopped: `rest` is then what was rendered and not written.
     """
 
-    __slots__ = ("exchange", "plan", "rest", "stuck", "wrote")
+    __slots__ = ("exchange", "generation", "plan", "rest", "stuck", "wrote")
 
-    def __init__(self, exchange: Exchange, plan: Plan) -> None:
+    def __init__(self, exchange: Exchange, plan: Plan, generation: Generation) -> None:
         self.exchange = exchange
         self.plan = plan
+        self.generation = generation
         self.rest = b""
         self.stuck = False
         self.wrote = False
 
-    def __call__(self, sequence: Sequence) -> bool:
-        """Write a sequence's news; tell whether the task must wake."""
+    def __call__(self, sequence: Sequence) -> Write | None:
+        """Render a sequence's news; return what writes them, unless the task must wake."""
         if self.stuck or sequence.finish is not None:
-            return True
+            sequence.touch()
+            return None
         data = self.plan.feed(sequence)
         if self.plan.done:
-            self.rest, self.stuck = data, True
-        elif data:
-            self.wrote = True
-            try:
-                self.stuck = bool(self.exchange.write_nowait(data))
-            except SinkClosed:
-                self.stuck = True  # the client is gone; the task's own write finds the same
-        return self.stuck
+            self.rest += data
+            self.stuck = True
+            sequence.touch()
+            return None
+        if not data:
+            return None
+        self.rest += data
+        return self.write
 
-    async def news(self, generation: Generation, keepalive: float) -> list[Sequence] | None:
+    def write(self) -> None:
+        """Write what is rendered, or wake the task."""
+        if self.stuck:
+            return  # the task writes it
+        data, self.rest = self.rest, b""
+        self.wrote = True
+        try:
+            self.stuck = bool(self.exchange.write_nowait(data))
+        except SinkClosed:
+            self.stuck = True  # the client is gone; the task's own write finds the same
+        if self.stuck:
+            self.generation.wake()
+
+    async def news(self, keepalive: float) -> list[Sequence] | None:
         """Wait for what the task must do; None after a silence of `keepalive` seconds.
 
         Writes are not timed: that one happened is noticed at the next look, two looks a period, so
         a silence lasts at most half as long again.
         """
         self.stuck = False
+        generation = self.generation
         generation.hook = self if self.exchange.can_write_nowait else None
         quiet = 0
         try:
@@ -236,13 +284,14 @@ async def _stream(
     service: Service, exchange: Exchange, access: gate.Access, generation: Generation, plan: Plan
 ) -> None:
     """Write frames as they come. The head waits for the first of them, or for the first error."""
-    direct = _Direct(exchange, plan)
+    direct = _Direct(exchange, plan, generation)
     while True:
-        news = await direct.news(generation, service.sse_keepalive)
+        news = await direct.news(service.sse_keepalive)
         if news is None:
             data = KEEPALIVE
         else:
-            data = direct.rest + b"".join([plan.feed(sequence) for sequence in news])
+            data, direct.rest = direct.rest, b""
+            data += b"".join([plan.feed(sequence) for sequence in news])
         if generation.error is not None:
             if data and exchange.started:
                 await exchange.write(data)  # what came before the error is the client's
@@ -268,21 +317,6 @@ async def _start(exchange: Exchange, access: gate.Access) -> None:
         *gate.common_headers(access),
     ]
     await exchange.start(200, headers)
-
-
-async def _refuse(
-    exchange: Exchange,
-    access: gate.Access,
-    error: ApiError,
-    body: Callable[[ApiError], bytes],
-    event: Callable[[ApiError], bytes],
-) -> None:
-    """Answer with an error, or end a stream that has begun with an error event."""
-    access.answered(200 if exchange.started else error.status, error.code)
-    if exchange.started:
-        await exchange.end(event(error))
-    else:
-        await exchange.respond(error.status, gate.error_headers(access, error), body(error))
 
 
 def _account(
@@ -332,6 +366,8 @@ def _error_type(error: ApiError) -> str:
         "shutting_down": "unavailable",
         "tokenizer_not_found": "unavailable",
         "request_timeout": "timeout",
+        "admission_queue_full": "unavailable",
+        "admission_queue_timeout": "timeout",
         "engine_error": "backend_error",
     }
     other = "validation_error" if error.status < 500 else "internal_error"

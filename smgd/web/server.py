@@ -39,10 +39,12 @@ async def serve(
     settings: ServerSettings,
     *,
     stopping: trio.Event,
+    connections: set[Connection] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `app` on `listeners` until `stopping` is set and running requests have ended.
 
+    `connections`, if given, has those that are open, for as long as they are.
     The listeners are closed when this returns. Raises `ConfigError` for a Hypercorn that we do not
     know and for TLS files that cannot be used.
     """
@@ -59,13 +61,14 @@ async def serve(
             config=make_config(settings),
             hangups=hangups,
             protocols=fast if settings.http_path == "fast" else Protocols,
+            connections=set() if connections is None else connections,
         )
         async with trio.open_nursery() as helpers:
             helpers.start_soon(hangups.run)
             helpers.start_soon(_sweep, shared)
-            async with trio.open_nursery() as connections:
+            async with trio.open_nursery() as living:
                 try:
-                    await _accept_until(stopping, listeners, tls, shared, connections, task_status)
+                    await _accept_until(stopping, listeners, tls, shared, living, task_status)
                     await _drain(shared)
                 finally:
                     for connection in list(shared.connections):

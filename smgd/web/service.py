@@ -11,7 +11,7 @@ from smgd.dispatch import Dispatcher, Generation
 from smgd.metrics import Metrics
 from smgd.text.catalog import Catalog
 from smgd.text.stage import TextStage
-from smgd.web.gate import Access
+from smgd.web.gate import Access, Gate
 from smgd.workers.fleet import Fleet
 from smgd.workers.registry import Registry
 
@@ -45,6 +45,7 @@ class Service(msgspec.Struct, kw_only=True):
     dispatcher: Dispatcher
     stage: TextStage
     metrics: Metrics
+    gate: Gate
     ids: RequestIds
     wall_clock: Callable[[], float]
     started_at: int

@@ -2,7 +2,8 @@
 
 Whoever adds a worker is told at once what can be judged at once; the rest happens in the nursery
 that `Fleet.run` opens, and what fails there stays visible in `records` until it is removed or added
-again. A worker has one task, under one cancel scope: when that ends, nothing is left of it.
+again. A worker has one task, under one cancel scope: when that ends, nothing is left of it, save
+for the record of engines that live on: a worker that is added with its URL goes on with them.
 
 A socket path belongs to one worker at a time. A worker that takes the place of one that is still
 draining (`replace`, or added right after `remove`) waits for it to be gone.
@@ -86,6 +87,11 @@ class Fleet:
                 self._nursery.start_soon(self._probe)
                 task_status.started()
                 await trio.sleep_forever()
+
+    @property
+    def expects(self) -> bool:
+        """Whether any worker waits for engines that are known from before."""
+        return any(record.worker.expects for record in self.records.values())
 
     def model(self, name: str) -> ModelSource | None:
         """Return the model that has a name, loaded or not."""
@@ -236,6 +242,7 @@ class Fleet:
             vocab_size=self._catalog.vocab_size(source.id),
             settings=self.settings.link,
             worker_id=worker_id,
+            model_path=source.path,
             on_change=self._worker_changed,
         )
         record = Record(spec, wire, source, worker)
@@ -277,7 +284,7 @@ class Fleet:
                 finally:
                     self._registry.remove(record.id)
         finally:
-            if record.leaving:
+            if record.leaving and not record.engines_stay:
                 _remove_memory(record)
             self._living.discard(record)
             record.gone.set()
@@ -298,6 +305,7 @@ class Fleet:
         with trio.move_on_after(self.settings.health.drain_settle if own is None else own):
             while record.worker.requests_active:  # noqa: ASYNC110 - nobody tells of the last one
                 await trio.sleep(IDLE_POLL)
+        record.engines_stay = record.worker.unready is None
         record.scope.cancel(reason="the worker is removed")
         await record.gone.wait()
         self._forget(record)
@@ -351,7 +359,7 @@ def _notice_health(spec: WorkerSpec) -> None:
 
 
 def _remove_memory(record: Record) -> None:
-    """Remove what is known of a worker's engines: whoever comes next has other ones."""
+    """Remove what is known of a worker's engines: they are gone."""
     file = record.addresses.record
     try:
         file.unlink(missing_ok=True)

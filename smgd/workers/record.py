@@ -15,7 +15,8 @@ class Record:
     """A worker as operators see it: what it was asked to be, and what has become of it.
 
     `reason` is why it could not be registered. `since` is the wall-clock second in which it was
-    added, failed or began to drain. `gone` is set when its sockets and files are released.
+    added, failed or began to drain. `gone` is set when its sockets and files are released;
+    `engines_stay` is whether its engines lived on then, for the next worker with its URL.
     """
 
     def __init__(self, spec: WorkerSpec, wire: Wire, model: ModelSource, worker: ZmqWorker) -> None:
@@ -25,6 +26,7 @@ class Record:
         self.worker = worker
         self.reason = ""
         self.leaving = False
+        self.engines_stay = False
         self.since = 0
         self.gone = trio.Event()
         self.scope = trio.CancelScope()

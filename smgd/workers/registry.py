@@ -8,7 +8,7 @@ import msgspec
 
 from smgd.core import Worker
 from smgd.errors import WorkerError, no_available_workers
-from smgd.metrics import RankSample, WorkerSample
+from smgd.samples import RankSample, WorkerSample
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -93,12 +93,7 @@ class Registry:
                 healthy=worker.state == "ready",
                 requests_active=worker.requests_active,
                 counts=worker.counts,
-                ranks=[
-                    RankSample(
-                        rank, rank in worker.usable, load.running, load.waiting, load.kv_usage
-                    )
-                    for rank, load in enumerate(worker.rank_loads)
-                ],
+                ranks=_ranks(worker),
             )
             for worker in self.workers.values()
         ]
@@ -112,3 +107,12 @@ class Registry:
         self._ready.clear()
         for listener in self._listeners:
             listener(worker)
+
+
+def _ranks(worker: Worker) -> list[RankSample]:
+    usable = {*worker.usable}
+    reports = zip(worker.rank_loads, worker.rank_work, strict=True)
+    return [
+        RankSample(rank, rank in usable, load.running, load.waiting, load.kv_usage, work)
+        for rank, (load, work) in enumerate(reports)
+    ]

@@ -17,7 +17,6 @@ from smgd.engine.dialects import dialect_for
 from smgd.engine.paths import SCHEME, Addresses, derive
 from smgd.errors import ConfigError, ModelError, WorkerError
 from smgd.text.loader import ModelLoader, ModelSource
-from smgd.text.model import model_id
 
 # Of the worker API's schema; smgd serves the last of them.
 SCHEMES = ("http://", "https://", "grpc://", "grpcs://", SCHEME)
@@ -98,7 +97,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
             return None
         tokenizer = self.labels.get("tokenizer_path", "") or (card.tokenizer_path if card else "")
         return ModelSource(
-            id=name or model_id(path),
+            id=name or path,
             path=path,
             tokenizer_path=tokenizer,
             chat_template=card.chat_template if card else "",

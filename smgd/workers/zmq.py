@@ -12,6 +12,7 @@ from smgd.core import (
     EngineCounts,
     EngineInfo,
     EngineLoad,
+    EngineWork,
     GenerationRequest,
     Receiver,
     RequestIds,
@@ -40,8 +41,8 @@ class ZmqWorker:
 
     `vocab_size` is that of the model's configuration: ids at or above it kill an engine; None if it
     is not known. `max_logprobs` is how many alternatives per token the engine allows; both may be
-    set later. `worker_id` is made up if it is not given. `on_change` hears of every change of
-    `state`.
+    set later. `worker_id` is made up if it is not given. Engines of a former life serve again only
+    if their model was at `model_path`. `on_change` hears of every change of `state`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ZmqWorker:
         max_logprobs: int = guard.MAX_LOGPROBS,
         settings: LinkSettings = DEFAULT_SETTINGS,
         worker_id: str | None = None,
+        model_path: str = "",
         on_change: Callable[[ZmqWorker], None] = lambda _: None,
     ) -> None:
         self.id = worker_id or str(uuid.uuid4())
@@ -74,33 +76,40 @@ class ZmqWorker:
             bind,
             engines=engines,
             settings=settings,
+            model=model_path,
             on_ready=self._became_ready,
             on_lost=self._was_lost,
         )
         self._session = self._link.session
+        self._roster = self._session.roster
 
     @property
     def state(self) -> WorkerState:
         """Where the worker is in its life; only `ready` takes requests."""
         # Those whose engine is lost hear of it before the lifecycle does, and may look around here.
-        if self._lifecycle.state == "ready" and not self._session.ready:
+        if self._lifecycle.state == "ready" and not self._roster.ready:
             return "not_ready"
         return self._lifecycle.state
 
     @property
     def load(self) -> EngineLoad:
         """What the engines last reported, summed over ranks; cache usage is their mean."""
-        return self._session.load
+        return self._roster.load
 
     @property
     def rank_loads(self) -> list[EngineLoad]:
         """What each engine last reported, by rank."""
-        return self._session.rank_loads
+        return self._roster.rank_loads
+
+    @property
+    def rank_work(self) -> list[EngineWork]:
+        """What each engine has done for us, by rank."""
+        return self._session.rank_work
 
     @property
     def usable(self) -> list[int]:
         """The ranks of the engines that take requests."""
-        return self._session.usable
+        return self._roster.usable
 
     @property
     def counts(self) -> EngineCounts:
@@ -110,7 +119,7 @@ class ZmqWorker:
     @property
     def info(self) -> EngineInfo | None:
         """What the engine said at registration; None until then, and once it is gone."""
-        return self._session.info
+        return self._roster.info
 
     @property
     def requests_active(self) -> int:
@@ -131,10 +140,11 @@ class ZmqWorker:
             raise EngineLostError(self.url, f"the worker is {self.state}")
         self.check(request)
         self._link.submit_nowait(request, receiver)
+        self.counts.requests += 1
 
     def check(self, request: GenerationRequest) -> None:
         """Raise the `ApiError` (400) for what would harm the engine."""
-        info = self._session.info
+        info = self._roster.info
         if info is not None:
             guard.check(request, info, self.vocab_size, self.max_logprobs)
 
@@ -155,22 +165,27 @@ class ZmqWorker:
 
         Only for workers that are to be given up at some time; without it, none ever fails.
         """
-        self._changed(self._lifecycle.probed(self._session.ready))
+        self._changed(self._lifecycle.probed(self._roster.ready))
+
+    @property
+    def expects(self) -> bool:
+        """Whether it knows engines that do not serve and may answer at any moment."""
+        return not self._roster.ready and bool(self._roster.said)
 
     @property
     def unready(self) -> str | None:
         """Why the engines cannot be used, or None if they can."""
-        return self._session.unready
+        return self._roster.unready
 
     @property
     def seen(self) -> list[str]:
         """What has come of the engines' handshakes, for people."""
-        return self._session.seen
+        return self._roster.seen
 
     @property
     def awaited(self) -> str:
         """What the worker waits for to become ready, for people."""
-        return self._session.awaited
+        return self._roster.awaited
 
     def _became_ready(self) -> None:
         self._changed(self._lifecycle.handshake_complete())

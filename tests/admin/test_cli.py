@@ -158,7 +158,7 @@ def test_a_daemon_that_hangs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reply", "code", "said"),
     [
-        (b"", 3, "has closed the connection: it stops, or see its log"),
+        (b"", 3, "has closed the connection: it stops or cannot start (systemctl"),
         (b"HTTP/1.1 400 Bad Request\n", 3, "is not smgd: JSON is malformed"),
         (b'{"error":"go away","kind":"denied"}\n', 3, "smgctl: go away"),
         (b'{"error":"no","kind":"failed"}\n', 1, "smgctl: no"),

@@ -226,6 +226,11 @@ async def test_loglevel(build: Build, admin: dict[str, str], ctl: Ctl) -> None:
     try:
         assert (await ctl("loglevel", "error")).out == "error\n"
         assert (await ctl("loglevel")).out == "error\n"
+        assert '[log]\nlevel = "error"\n' in (await ctl("config", "show")).out
+        assert "log level  error" in (await ctl("status")).out
+        house.daemon._reread = lambda: house.config  # and until the file is read again
+        assert (await ctl("reload")).code == 0
+        assert (await ctl("loglevel")).out == "info\n"
         wrong = await ctl("loglevel", "loud")
         assert wrong.code == 1
         assert "level 'loud': there are debug, info, warn, warning, error" in wrong.err
@@ -234,9 +239,11 @@ async def test_loglevel(build: Build, admin: dict[str, str], ctl: Ctl) -> None:
 
 
 async def test_config_show(build: Build, admin: dict[str, str], ctl: Ctl) -> None:
-    house = build(admin=admin)
+    house = build(admin=admin, auth={"api_keys": ["sk-1", "sk-2"]})
     await house.open()
-    shown = await ctl("config", "show")
+    shown = await ctl("config", "show")  # smgctl needs no key
+    assert '[auth]\napi_keys = "***"\n' in shown.out
+    assert "sk-" not in shown.out
     assert f'[admin]\nsocket = "{admin["socket"]}"\n' in shown.out
     assert f'[[workers]]\nurl = "{url_of(house)}"\n' in shown.out
     assert (await ctl("config", "show", "--json")).json["models"] == {

@@ -19,6 +19,27 @@ def test_vllm() -> None:
     )
 
 
+def test_tokenspeed() -> None:
+    """Alone as documented; a group needs a rendezvous store, outside the range of handshakes."""
+    before = "python -m tokenspeed.cli serve --headless --model m"
+    behind = (
+        " --data-parallel-address 127.0.0.1 --data-parallel-rpc-port 22670 --zmq-engine-index 0"
+        " --grammar-backend xgrammar --enable-output-logprobs"
+    )
+    group = " --data-parallel-size 2 --dist-init-addr 127.0.0.1:31233"
+    assert command("tokenspeed", "m", 1, HANDSHAKE) == before + behind
+    assert command("tokenspeed", "m", 2, HANDSHAKE) == before + group + behind
+
+
+def test_sglang() -> None:
+    alone = (
+        "python -m smg_grpc_servicer.sglang.headless --zmq-handshake-address tcp://127.0.0.1:22670"
+        " --zmq-engine-index 0 --model-path m"
+    )
+    assert command("sglang", "m", 1, HANDSHAKE) == alone
+    assert command("sglang", "m", 2, HANDSHAKE) == f"{alone} --dp-size 2"
+
+
 def test_it_has_the_flags_of_the_engines_that_smgd_starts_itself() -> None:
     flags = BACKENDS["vllm"].flags.format(handshake_port=22670)
     assert command("vllm", "m", 1, HANDSHAKE).endswith(flags)

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 import trio
 
 from smgd.admin.protocol import MAX_REQUEST, Answer, Request
@@ -194,8 +195,11 @@ def open_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_a_stranger_is_refused_even_if_the_mode_lets_him_in(open_directory: Path) -> None:
     path = open_directory / "s"
-    async with served(path, mode="0666", group="daemon"):
-        done = await ask_as("", path)
+    with structlog.testing.capture_logs() as lines:
+        async with served(path, mode="0666", group="daemon"):
+            done = await ask_as("", path)
+    [line] = [line for line in lines if line["event"] == "admin socket refused"]
+    assert (line["log_level"], line["uid"]) == ("warning", 65534)
     assert done.returncode == 3
     assert done.stderr.decode() == (
         "only root, uid 0 and members of the group daemon may use the admin socket:"

@@ -65,6 +65,10 @@ class Inbox:
         return [token for delta in self.deltas for token in delta.ids]
 
     @property
+    def received(self) -> int:
+        return len(self.ids)
+
+    @property
     def finishes(self) -> int:
         return sum(delta.finish is not None for delta in self.deltas)
 

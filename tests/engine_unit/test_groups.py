@@ -46,10 +46,10 @@ def new_session(engines: int, dialect: VllmDialect | None = None) -> Session:
 
 def start(session: Session, index: int, ready: bytes = READY, **fields: Any) -> list[Any]:
     identity = index.to_bytes(2, "little")
-    events: list[Any] = session.handshake(identity, HELLO)
+    events: list[Any] = session.roster.handshake(identity, HELLO)
     fields = {"instance_id": f"process {index}"} | fields
-    events += session.registration(identity, registration(**fields))
-    return events + session.handshake(identity, ready)
+    events += session.roster.registration(identity, registration(**fields))
+    return events + session.roster.handshake(identity, ready)
 
 
 def apart(engines: int) -> Session:
@@ -57,7 +57,7 @@ def apart(engines: int) -> Session:
     session = new_session(engines)
     for index in range(engines):
         start(session, index)
-    assert session.ready
+    assert session.roster.ready
     return session
 
 
@@ -72,16 +72,16 @@ def targets(session: Session, count: int) -> list[bytes]:
 def test_the_others_serve_while_one_is_lost() -> None:
     session = apart(3)
     inboxes = submit(session, "r0", "r1", "r2")
-    events = session.lose("gone", B)
+    events = session.roster.lose("gone", B)
     assert events[0] == EnginesLost([1], "gone", 1)
     assert aborted(events) == ["r1"]
     assert [inbox.endings for inbox in inboxes] == [0, 1, 0]
-    assert session.ready
-    assert session.usable == [0, 2]
+    assert session.roster.ready
+    assert session.roster.usable == [0, 2]
     assert set(targets(session, 6)) == {A, C}
-    assert session.awaited == "an answer or HELLO of engine 1"
+    assert session.roster.awaited == "an answer or HELLO of engine 1"
     assert kinds(start(session, 1)) == [SendInit, EngineReady]
-    assert session.usable == [0, 1, 2]
+    assert session.roster.usable == [0, 1, 2]
 
 
 def test_a_lost_request_may_go_on_with_another_engine_of_the_session() -> None:
@@ -94,18 +94,18 @@ def test_a_lost_request_may_go_on_with_another_engine_of_the_session() -> None:
             taken.extend(session.submit(request("r9"), Inbox()))
 
     session.submit(request("r0"), Moving())
-    session.lose("gone", A)
+    session.roster.lose("gone", A)
     assert [send.identity for send in taken] == [B]
-    session.lose("gone", B)
+    session.roster.lose("gone", B)
     with pytest.raises(EngineLostError, match="gone"):
         session.submit(request("r10"), Inbox())
 
 
 def test_the_last_one_takes_the_session_along() -> None:
     session = apart(2)
-    assert kinds(session.lose("first", A)) == [EnginesLost]
-    assert kinds(session.lose("second", B)) == [SessionLost]
-    assert session.unready == "second"
+    assert kinds(session.roster.lose("first", A)) == [EnginesLost]
+    assert kinds(session.roster.lose("second", B)) == [SessionLost]
+    assert session.roster.unready == "second"
     # Both were there once, so the first that is back can serve.
     assert kinds(start(session, 0)) == [SendInit, EngineReady, SessionReady]
 
@@ -113,8 +113,8 @@ def test_the_last_one_takes_the_session_along() -> None:
 def test_nothing_is_served_before_all_were_there() -> None:
     session = new_session(2)
     start(session, 0)
-    assert not session.ready
-    assert session.awaited == "HELLO of engine 1"
+    assert not session.roster.ready
+    assert session.roster.awaited == "HELLO of engine 1"
 
 
 def test_an_engine_that_stops_takes_those_of_its_process_along() -> None:
@@ -127,11 +127,11 @@ def test_an_engine_that_stops_takes_those_of_its_process_along() -> None:
     assert aborted(events) == ["r1"]
     assert [inbox.endings for inbox in inboxes] == [1, 1, 0]
     # One that still answers is not used while its sibling does not.
-    asked = call_of(session.asks())
+    asked = call_of(session.roster.asks())
     assert kinds(hear(session, answer(asked, engine=1))) == [EngineReady]
-    assert session.usable == [2]
+    assert session.roster.usable == [2]
     assert kinds(hear(session, answer(asked, engine=0))) == [EngineReady]
-    assert session.usable == [0, 1, 2]
+    assert session.roster.usable == [0, 1, 2]
 
 
 def test_ranks_in_lockstep_go_together() -> None:
@@ -139,29 +139,31 @@ def test_ranks_in_lockstep_go_together() -> None:
     session = new_session(2)
     for index in range(2):
         start(session, index, said.frames[1])
-    assert session.ready
+    assert session.roster.ready
     submit(session, "r0", "r1")
-    assert session.lose("gone", B)[0] == SessionLost("gone", 2)
+    assert session.roster.lose("gone", B)[0] == SessionLost("gone", 2)
     start(session, 1, said.frames[1])
-    assert session.usable == []
+    assert session.roster.usable == []
     start(session, 0, said.frames[1])
-    assert session.ready
+    assert session.roster.ready
 
 
 def test_lockstep_is_known_without_the_ready() -> None:
     session = new_session(2)
     for identity in (A, B):
-        session.registration(identity, registration(data_parallel_size=2))
-        hear(session, answer(call_of(session.asks()), engine=identity[0]))
-    assert session.ready
+        session.roster.registration(identity, registration(data_parallel_size=2))
+        hear(session, answer(call_of(session.roster.asks()), engine=identity[0]))
+    assert session.roster.ready
     sends = session.submit(request("r0"), Inbox())
     assert [send.frames[0] for send in sends] == [wire.ADD, wire.START_DP_WAVE]
 
 
 def test_waves_go_on_above_those_of_a_former_life() -> None:
     session = Session("w", VllmDialect(), b"INIT", is_ours, 2, first_wave=1000)
-    session.recall([Said(i, registration(data_parallel_size=2), lockstep=True) for i in range(2)])
-    asked = call_of(session.asks())
+    session.roster.recall(
+        [Said(i, registration(data_parallel_size=2), lockstep=True) for i in range(2)]
+    )
+    asked = call_of(session.roster.asks())
     for index in range(2):
         hear(session, answer(asked, engine=index))
     _, wake = session.submit(request("r0"), Inbox())
@@ -174,45 +176,45 @@ def test_waves_go_on_above_those_of_a_former_life() -> None:
 def test_whose_connection_has_ended_shows_in_who_answers() -> None:
     session = apart(3)
     _, inbox, _ = submit(session, "r0", "r1", "r2")
-    calls = session.disconnected("the output connection was closed", 2)
+    calls = session.roster.disconnected("the output connection was closed", 2)
     assert [call.identity for call in calls if isinstance(call, Send)] == [A, B, C]
     asked = call_of(calls)
     hear(session, outputs(("r1", [5], None), engine=1))  # was on its way: no answer
     assert hear(session, answer(asked, engine=0)) == []
-    assert session.usable == [0, 1, 2]
+    assert session.roster.usable == [0, 1, 2]
     events = hear(session, answer(asked, engine=2))
     assert events[0] == EnginesLost([1], "its connection was closed", 1)
-    assert session.usable == [0, 2]
+    assert session.roster.usable == [0, 2]
     assert inbox.endings == 1
 
 
 def test_an_engine_that_cannot_be_called_is_the_lost_one() -> None:
     session = apart(2)
-    asked = call_of(session.disconnected("the input connection was closed", 1))
-    assert kinds(session.lose("no connection with that identity", B)) == [EnginesLost]
+    asked = call_of(session.roster.disconnected("the input connection was closed", 1))
+    assert kinds(session.roster.lose("no connection with that identity", B)) == [EnginesLost]
     assert hear(session, answer(asked, engine=0)) == []
-    assert session.usable == [0]
-    assert session.disconnected("the output connection was closed", 1) == []
+    assert session.roster.usable == [0]
+    assert session.roster.disconnected("the output connection was closed", 1) == []
 
 
 def test_a_connection_of_one_that_is_not_in_use_does_not_matter() -> None:
     session = apart(2)
-    assert session.disconnected("closed", 2) == []
-    assert new_session(2).disconnected("closed", 0) == []
+    assert session.roster.disconnected("closed", 2) == []
+    assert new_session(2).roster.disconnected("closed", 0) == []
 
 
 def test_one_process_needs_no_questions() -> None:
     session = new_session(2)
     for index in range(2):
         start(session, index, instance_id="one")
-    assert session.disconnected("closed", 1)[0] == SessionLost("closed", 0)
+    assert session.roster.disconnected("closed", 1)[0] == SessionLost("closed", 0)
 
 
 def test_the_dead_one_of_several_is_told_by_its_connection() -> None:
     session = apart(2)
     (notice,) = hear(session, b"ENGINE_CORE_DEAD")
     assert isinstance(notice, Notice)
-    assert session.usable == [0, 1]
+    assert session.roster.usable == [0, 1]
 
 
 # ------------------------------------------------------------------------------ former lives
@@ -224,74 +226,74 @@ def said(*indices: int) -> list[Said]:
 
 def test_an_answer_adopts_what_a_former_life_knew() -> None:
     session = new_session(1)
-    session.recall(said(0))
-    assert not session.ready
-    assert session.seen == ["record of engine 0"]
+    session.roster.recall(said(0))
+    assert not session.roster.ready
+    assert session.roster.seen == ["record of engine 0"]
     with pytest.raises(EngineLostError):
         session.submit(request("r0"), Inbox())
-    events = hear(session, answer(call_of(session.asks())))
+    events = hear(session, answer(call_of(session.roster.asks())))
     assert kinds(events) == [EngineReady, SessionReady]
     assert events[0].how == "adopted"
-    assert session.info is not None
-    assert session.info.max_model_len == 99
+    assert session.roster.info is not None
+    assert session.roster.info.max_model_len == 99
     assert session.counts.adoptions == 1
-    assert session.said == said(0)
+    assert session.roster.said == said(0)
     submit(session, "r0")
-    session.lose("closed")
-    (again, _) = hear(session, answer(call_of(session.asks())))
+    session.roster.lose("closed")
+    (again, _) = hear(session, answer(call_of(session.roster.asks())))
     assert again.how == "recovered"
 
 
 def test_a_hello_voids_what_a_former_life_knew() -> None:
     session = new_session(1)
-    session.recall(said(0))
-    asked = call_of(session.asks())
-    events = session.handshake(A, HELLO)
+    session.roster.recall(said(0))
+    asked = call_of(session.roster.asks())
+    events = session.roster.handshake(A, HELLO)
     assert kinds(events) == [Notice, SendInit]
-    assert session.said == []
+    assert session.roster.said == []
     assert hear(session, answer(asked)) == []
-    assert not session.ready
+    assert not session.roster.ready
 
 
 def test_a_group_that_was_complete_serves_with_those_that_are_there() -> None:
     session = new_session(2)
-    session.recall(said(0, 1))
-    hear(session, answer(call_of(session.asks()), engine=1))
-    assert session.usable == [1]
+    session.roster.recall(said(0, 1))
+    hear(session, answer(call_of(session.roster.asks()), engine=1))
+    assert session.roster.usable == [1]
     partly = new_session(2)
-    partly.recall(said(0))
-    hear(partly, answer(call_of(partly.asks()), engine=0))
-    assert not partly.ready  # the other was still on its way to us
+    partly.roster.recall(said(0))
+    hear(partly, answer(call_of(partly.roster.asks()), engine=0))
+    assert not partly.roster.ready  # the other was still on its way to us
     assert kinds(start(partly, 1))[-1] == SessionReady
 
 
 def test_a_record_that_cannot_be_read_is_not_half_known() -> None:
     session = new_session(2)
     with pytest.raises(RemoteProtocolError):
-        session.recall([*said(0), Said(1, b"\x80")])
-    assert session.asks() == []
+        session.roster.recall([*said(0), Said(1, b"\x80")])
+    assert session.roster.asks() == []
 
 
 def test_an_engine_whose_ready_went_to_nobody_is_asked() -> None:
     session = new_session(1)
-    assert session.registration(A, registration()) == []
-    events = hear(session, answer(call_of(session.asks())))
+    assert session.roster.registration(A, registration()) == []
+    events = hear(session, answer(call_of(session.roster.asks())))
     assert kinds(events) == [EngineReady, SessionReady]
     assert events[0].how == "handshake"
     greeted = new_session(1)
-    greeted.handshake(A, HELLO)
-    greeted.registration(A, registration())
-    assert greeted.asks() == []  # its READY will come to us
+    greeted.roster.handshake(A, HELLO)
+    greeted.roster.registration(A, registration())
+    assert greeted.roster.asks() == []  # its READY will come to us
 
 
 def test_where_engines_do_not_answer_a_delivery_or_an_output_is_the_proof() -> None:
     session = new_session(1, SilentDialect())
-    session.recall(said(0))
-    (ask,) = session.asks()
+    session.roster.recall(said(0))
+    (ask,) = session.roster.asks()
     assert (ask.frames[0], unpack(ask.frames[1])) == (wire.ABORT, [])
-    assert kinds(session.delivered(A)) == [EngineReady, SessionReady]
-    session.lose("silence")
-    assert session.delivered(A) == []  # it was there all the time; that proves nothing now
+    assert kinds(session.roster.delivered(A)) == [EngineReady, SessionReady]
+    session.roster.lose("silence")
+    assert session.roster.delivered(A) == []  # it was there all the time; that proves nothing now
     assert kinds(hear(session, outputs(stats={}))) == [EngineReady, SessionReady]
 
 
@@ -332,11 +334,11 @@ def test_a_hundred_thousand_requests_leave_nothing_behind() -> None:
         del running[chosen]
         if number % 5000 == 4999:
             index = rng.randrange(3)
-            session.lose("gone", index.to_bytes(2, "little"))
+            session.roster.lose("gone", index.to_bytes(2, "little"))
             running = {i: where for i, where in running.items() if where != index}
             start(session, index)
     for request_id in running:
         session.abort(request_id)
     assert session.in_flight == 0
-    assert [rank.in_flight for rank in session._ranks] == [set(), set(), set()]
+    assert [rank.in_flight for rank in session.roster.ranks] == [set(), set(), set()]
     assert session.flush() == []

@@ -28,7 +28,6 @@ from tests.engine_unit.scripted import (
     READY,
     Inbox,
     outputs,
-    pack,
     registration,
     request,
     unpack,
@@ -51,10 +50,10 @@ def ready_session(engines: int = 1, ready: bytes = READY) -> Session:
     session = new_session(engines)
     for index in range(engines):
         identity = index.to_bytes(2, "little")
-        session.handshake(identity, HELLO)
-        session.registration(identity, registration())
-        session.handshake(identity, ready)
-    assert session.ready
+        session.roster.handshake(identity, HELLO)
+        session.roster.registration(identity, registration())
+        session.roster.handshake(identity, ready)
+    assert session.roster.ready
     return session
 
 
@@ -95,131 +94,32 @@ def aborted(events: Any) -> list[str]:
     ]
 
 
-# -------------------------------------------------------------------------------- handshake
-
-
-@pytest.mark.parametrize("version", recorded.VERSIONS)
-def test_the_recorded_handshake(version: str) -> None:
-    session = new_session()
-    events: list[SessionEvent] = []
-    for message in recorded.messages(version, "handshake"):
-        if message.case == "handshake":
-            events += session.handshake(message.frames[0], message.frames[1])
-    assert events == [SendInit(A, b"INIT")]
-    message = recorded.message(version, "handshake", "input")
-    ready = session.registration(message.frames[0], message.frames[1])
-    assert kinds(ready) == [EngineReady, SessionReady]
-    assert session.info is not None
-    assert session.info.max_model_len == 2048
-
-
-def test_registration_may_come_before_ready_or_after() -> None:
-    session = new_session()
-    assert session.awaited == "HELLO of engine 0"
-    assert session.handshake(A, HELLO) == [SendInit(A, b"INIT")]
-    assert session.awaited == "READY and registration of engine 0"
-    assert session.registration(A, registration()) == []
-    assert session.awaited == "READY of engine 0"
-    assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
-    other = new_session()
-    other.handshake(A, HELLO)
-    assert other.handshake(A, READY) == []
-    assert other.awaited == "registration of engine 0"
-    assert kinds(other.registration(A, registration())) == [EngineReady, SessionReady]
-
-
-def test_an_engine_that_was_greeted_by_a_former_life_is_served() -> None:
-    session = new_session()
-    assert session.registration(A, registration()) == []
-    assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
-
-
-def test_several_engines_interleave() -> None:
-    session = new_session(2)
-    assert session.handshake(B, HELLO) == [SendInit(B, b"INIT")]
-    assert session.handshake(A, HELLO) == [SendInit(A, b"INIT")]
-    session.registration(B, registration())
-    assert kinds(session.handshake(B, READY)) == [EngineReady]
-    assert not session.ready
-    assert session.awaited == "READY and registration of engine 0"
-    session.handshake(A, READY)
-    assert kinds(session.registration(A, registration())) == [EngineReady, SessionReady]
-
-
-def test_an_engine_that_starts_anew_while_it_loads_begins_again() -> None:
-    session = new_session()
-    session.handshake(A, HELLO)
-    session.registration(A, registration())
-    assert session.handshake(A, HELLO) == [SendInit(A, b"INIT")]
-    assert session.handshake(A, READY) == []
-    assert session.awaited == "registration of engine 0"
+# --------------------------------------------------------------------------------- restarts
 
 
 def test_a_hello_in_a_running_session_ends_it() -> None:
     session = ready_session()
     (inbox,) = submit(session, "r1")
-    events = session.handshake(A, HELLO)
+    events = session.roster.handshake(A, HELLO)
     assert events[0] == SessionLost("engine 0 was started anew", 1)
     assert events[-1] == SendInit(A, b"INIT")
     assert str(inbox.errors[0]) == f"engine of worker {URL} lost: engine 0 was started anew"
     with pytest.raises(EngineLostError, match="engine 0 was started anew"):
         session.submit(request("r2"), Inbox())
-    session.registration(A, registration())
-    assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
+    session.roster.registration(A, registration())
+    assert kinds(session.roster.handshake(A, READY)) == [EngineReady, SessionReady]
 
 
 def test_of_several_engines_only_the_one_that_restarts_begins_again() -> None:
     session = ready_session(2)
-    events = session.handshake(B, HELLO)
+    events = session.roster.handshake(B, HELLO)
     assert kinds(events) == [SessionLost, SendInit]
-    session.registration(B, registration())
-    assert kinds(session.handshake(B, READY)) == [EngineReady]
-    assert session.awaited == "an answer or HELLO of engine 0"
-    asks = session.asks()
+    session.roster.registration(B, registration())
+    assert kinds(session.roster.handshake(B, READY)) == [EngineReady]
+    assert session.roster.awaited == "an answer or HELLO of engine 0"
+    asks = session.roster.asks()
     assert [ask.identity for ask in asks] == [A]
     assert kinds(session.receive([answer(call_of(asks))])) == [EngineReady, SessionReady]
-
-
-def test_one_engine_too_many_is_refused_with_what_was_expected() -> None:
-    session = new_session(2)
-    for events in (session.handshake(b"\x02\x00", HELLO), session.registration(b"\x02\x00", b"")):
-        (notice,) = events
-        assert isinstance(notice, Notice)
-        assert "identity 0200 has dialled in" in notice.text
-        assert (
-            "waits for 2 engine(s), with indices 0 to 1: --zmq-engine-count must be" in notice.text
-        )
-
-
-@pytest.mark.parametrize("identity", [b"", b"\x00", b"\x00\x00\x00", b"\xff\xff"])
-def test_other_identities_are_refused(identity: bytes) -> None:
-    assert kinds(new_session().handshake(identity, HELLO)) == [Notice]
-
-
-@pytest.mark.parametrize(
-    ("payload", "text"),
-    [
-        (pack({"status": "BYE"}), "engine 0 said 'BYE' where HELLO or READY was expected"),
-        (b"", "undecodable handshake message"),
-        (pack(["HELLO"]), "undecodable handshake message"),
-    ],
-)
-def test_other_handshake_messages_are_refused(payload: bytes, text: str) -> None:
-    (notice,) = new_session().handshake(A, payload)
-    assert isinstance(notice, Notice)
-    assert text in notice.text
-
-
-def test_a_bad_registration_changes_nothing() -> None:
-    session = new_session()
-    session.handshake(A, HELLO)
-    session.handshake(A, READY)
-    assert kinds(session.registration(A, b"\x80")) == [Notice]
-    assert not session.ready
-    assert kinds(session.registration(A, registration())) == [EngineReady, SessionReady]
-    assert session.registration(A, registration(max_model_len=7)) == []
-    assert session.info is not None
-    assert session.info.max_model_len == 7
 
 
 # --------------------------------------------------------------------------------- requests
@@ -294,21 +194,24 @@ def test_an_abort_that_nobody_asked_for_is_an_engine_that_leaves() -> None:
         assert str(inbox.errors[0]) == f"engine of worker {URL} lost: {reason}"
     assert (second.ids, second.flushes) == ([5], 1)  # what came before is not lost
     assert session.receive([outputs(stats={})]) == []  # its last words
-    assert session.awaited == "an answer or HELLO of engine 0"
-    assert kinds(session.receive([answer(call_of(session.asks()))])) == [EngineReady, SessionReady]
+    assert session.roster.awaited == "an answer or HELLO of engine 0"
+    assert kinds(session.receive([answer(call_of(session.roster.asks()))])) == [
+        EngineReady,
+        SessionReady,
+    ]
 
 
 def test_only_the_answer_to_a_call_after_the_loss_counts() -> None:
     session = ready_session()
     submit(session, "r1")
     session.receive([outputs(("r1", [], 2))])
-    before = call_of(session.asks())
-    session.lose("connection closed")
+    before = call_of(session.roster.asks())
+    session.roster.lose("connection closed")
     assert session.receive([answer(before)]) == []
     assert session.receive([answer(before + 7)]) == []  # nobody has asked that yet
-    assert not session.ready
-    assert session.receive([answer(call_of(session.asks()))]) != []
-    assert session.ready
+    assert not session.roster.ready
+    assert session.receive([answer(call_of(session.roster.asks()))]) != []
+    assert session.roster.ready
 
 
 # ---------------------------------------------------------------------------------- strays
@@ -383,7 +286,7 @@ def test_a_receiver_that_raises_on_failure_does_not_spare_the_others() -> None:
     session = ready_session()
     session.submit(request("r1"), Broken("fail"))
     (inbox,) = submit(session, "r2")
-    events = session.lose("gone")
+    events = session.roster.lose("gone")
     assert SessionLost("gone", 2) in events
     assert [event.request_id for event in events if isinstance(event, ReceiverBroke)] == ["r1"]
     assert len(inbox.errors) == 1
@@ -415,7 +318,7 @@ def test_a_receiver_may_abort_itself_and_its_siblings() -> None:
     assert (stopping.flushes, sibling.flushes, session.in_flight) == (1, 0, 0)
     session.submit(request("r1"), stopping)
     session.submit(request("r2"), sibling)
-    assert aborted([*session.lose("gone"), *stopping.sent[2:]]) == ["r1", "r2"]
+    assert aborted([*session.roster.lose("gone"), *stopping.sent[2:]]) == ["r1", "r2"]
 
 
 # ------------------------------------------------------------------------------------ loss
@@ -427,10 +330,10 @@ def test_the_sentinel_ends_the_session() -> None:
     events = session.receive([b"ENGINE_CORE_DEAD"])
     assert events[0] == SessionLost("the engine said that it is dead (ENGINE_CORE_DEAD)", 1)
     assert isinstance(inbox.errors[0], EngineLostError)
-    assert session.info is None
+    assert session.roster.info is None
     assert session.receive([outputs(("r1", [5], 1))]) == []  # it was in the queue
-    assert not session.ready
-    assert session.awaited == "an answer or HELLO of engine 0"
+    assert not session.roster.ready
+    assert session.roster.awaited == "an answer or HELLO of engine 0"
     assert inbox.endings == 1
 
 
@@ -470,41 +373,43 @@ def test_three_undecodable_messages_in_a_row_end_the_session() -> None:
 def test_an_engine_that_was_only_slow_comes_back_with_its_answer() -> None:
     session = ready_session()
     (inbox,) = submit(session, "r1")
-    events = session.lose("no output for 300s")
+    events = session.roster.lose("no output for 300s")
     assert events[0] == SessionLost("no output for 300s", 1)
     assert aborted(events) == ["r1"]
-    asks = session.asks()
+    asks = session.roster.asks()
     assert asks == [Send(A, VllmDialect().heartbeat(1))]
     assert inbox.endings == 1
-    assert session.lose("again") == []
+    assert session.roster.lose("again") == []
     with pytest.raises(EngineLostError, match="again"):
         session.submit(request("r2"), Inbox())
     assert session.receive([GARBAGE]) != []
     assert session.receive([outputs(stats={})]) == []  # computed before it was asked
-    assert not session.ready
-    found = session.receive([answer(call_of(session.asks()))])
-    assert found[0] == EngineReady(0, session.info or EngineInfo(max_model_len=0), "recovered")
+    assert not session.roster.ready
+    found = session.receive([answer(call_of(session.roster.asks()))])
+    assert found[0] == EngineReady(
+        0, session.roster.info or EngineInfo(max_model_len=0), "recovered"
+    )
     assert found[1:] == [SessionReady()]
-    assert session.asks() == []
+    assert session.roster.asks() == []
     submit(session, "r2")
 
 
 def test_a_lost_engine_that_is_started_anew_begins_with_its_handshake() -> None:
     session = ready_session()
-    session.lose("no output for 300s")
-    asked = call_of(session.asks())
-    session.handshake(A, HELLO)
+    session.roster.lose("no output for 300s")
+    asked = call_of(session.roster.asks())
+    session.roster.handshake(A, HELLO)
     assert session.receive([answer(asked)]) == []
-    assert session.asks() == []
-    session.registration(A, registration())
-    assert kinds(session.handshake(A, READY)) == [EngineReady, SessionReady]
+    assert session.roster.asks() == []
+    session.roster.registration(A, registration())
+    assert kinds(session.roster.handshake(A, READY)) == [EngineReady, SessionReady]
 
 
 def test_a_loss_before_the_handshake_is_complete_keeps_the_first_reason() -> None:
     session = new_session()
-    session.handshake(A, HELLO)
-    assert session.lose("connection closed") == []
-    assert session.awaited == "READY and registration of engine 0"
+    session.roster.handshake(A, HELLO)
+    assert session.roster.lose("connection closed") == []
+    assert session.roster.awaited == "READY and registration of engine 0"
     with pytest.raises(EngineLostError, match="no engine has dialled in yet"):
         session.submit(request("r1"), Inbox())
 
@@ -521,11 +426,11 @@ def test_requests_go_to_the_rank_with_the_lowest_score() -> None:
     assert [target(f"r{i}") for i in range(4)] == [A, B, A, B]
     busy = {"num_running_reqs": 5, "num_waiting_reqs": 1, "kv_cache_usage": 0.8}
     session.receive([outputs(stats=busy, engine=0)])
-    assert session.load == EngineLoad(5, 1, 0.4)
-    assert session.rank_loads == [EngineLoad(5, 1, 0.8), EngineLoad()]
+    assert session.roster.load == EngineLoad(5, 1, 0.4)
+    assert session.roster.rank_loads == [EngineLoad(5, 1, 0.8), EngineLoad()]
     assert [target(f"r{i}") for i in range(4, 7)] == [B, B, B]
     session.receive([outputs(("r0", [1], 1), ("r2", [1], 1))])
-    assert session.rank_loads[0] == EngineLoad(0, 0, 0.8)  # its last request has ended
+    assert session.roster.rank_loads[0] == EngineLoad(0, 0, 0.8)  # its last request has ended
     assert target("r7") == A
     assert aborted(session.abort("r7")) == ["r7"]
 
@@ -540,13 +445,15 @@ def test_an_abort_goes_to_the_rank_that_has_the_request() -> None:
 def test_a_loss_aborts_on_every_rank() -> None:
     session = ready_session(2)
     submit(session, "r0", "r1", "r2")
-    events = session.lose("gone")
+    events = session.roster.lose("gone")
     sends = [event for event in events if isinstance(event, Send)]
     assert [(send.identity, unpack(send.frames[1])) for send in sends] == [
         (A, ["r0", "r2"]),
         (B, ["r1"]),
     ]
-    assert session.awaited == "an answer or HELLO of engine 0, an answer or HELLO of engine 1"
+    assert (
+        session.roster.awaited == "an answer or HELLO of engine 0, an answer or HELLO of engine 1"
+    )
 
 
 def test_ranks_of_a_moe_model_are_woken_together() -> None:

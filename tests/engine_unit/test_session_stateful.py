@@ -83,15 +83,15 @@ class SessionMachine(RuleBasedStateMachine):
         if step == "register":
             instance = "1" if self.together else f"1{index}"
             payload = registration(instance_id=instance)
-            self.happen(self.session.registration(identity, payload))
+            self.happen(self.session.roster.registration(identity, payload))
         elif step == "READY":
-            self.happen(self.session.handshake(identity, READY))
+            self.happen(self.session.roster.handshake(identity, READY))
         else:
             self.hello(index)
 
     def hello(self, index: int) -> None:
         self.left |= self.lost_with(index)
-        events = self.session.handshake(index.to_bytes(2, "little"), HELLO)
+        events = self.session.roster.handshake(index.to_bytes(2, "little"), HELLO)
         self.happen(events)
         inits = [event for event in events if isinstance(event, SendInit)]
         assert len(inits) == (index < self.engines)
@@ -104,7 +104,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(index=INDEX, answers=st.booleans())
     def ask(self, index: int, answers: bool) -> None:
         """Have the engines asked that are known but lost; one of them answers."""
-        for send in self.session.asks():
+        for send in self.session.roster.asks():
             self.asked[int.from_bytes(send.identity, "little")] = unpack(send.frames[1])[1]
         if answers and index in self.asked:
             reply = [self.asked[index], None, [None, False]]
@@ -173,12 +173,12 @@ class SessionMachine(RuleBasedStateMachine):
         """Lose the session, or nearly."""
         before, was_ready = set(self.running), self.ready
         if how == "drop":
-            self.happen(self.session.lose("connection closed"))
-            assert not self.session.ready
+            self.happen(self.session.roster.lose("connection closed"))
+            assert not self.session.roster.ready
         elif how == "sentinel":
             self.happen(self.session.receive([wire.ENGINE_CORE_DEAD]))
         elif how == "silence":
-            self.happen(self.session.lose("silence"))
+            self.happen(self.session.roster.lose("silence"))
         else:
             self.happen(self.session.receive([b"\xc1"]))
         if was_ready and not self.ready:
@@ -193,7 +193,7 @@ class SessionMachine(RuleBasedStateMachine):
         open_ids = {i for i, _ in self.inboxes.items() if i not in self.finished | self.left}
         assert self.running.keys() == open_ids
         assert self.session.in_flight == len(open_ids)
-        assert self.session.ready == self.ready
+        assert self.session.roster.ready == self.ready
 
     @invariant()
     def every_request_ends_once_and_is_aborted_if_it_left(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 
+from smgd.engine import zmqio
 from smgd.engine.transport import PeerEvent, PeerGoneError
 from smgd.engine.zmqio import ZmqContext, ZmqSocket
 from smgd.errors import WorkerError
@@ -71,9 +72,25 @@ async def test_a_drain_is_bounded_and_then_lets_others_run(
         with trio.testing.assert_checkpoints():
             assert len(await pull.recv_batch(4)) == 2
         push.send_nowait([b"more"])
-        await trio.sleep(0.1)
-        with trio.testing.assert_no_checkpoints():
+        with trio.testing.assert_checkpoints():  # it waits, since the last look found nothing
             assert await pull.recv_batch(4) == [[b"more"]]
+
+
+async def test_a_reader_that_has_sent_looks_before_it_waits(
+    context: ZmqContext, address: str
+) -> None:
+    """Its own send may have consumed the edge that told of a message."""
+    router, dealer = dialogue(context, address)
+    with trio.fail_after(5):
+        await met(router, dealer)
+        for number in range(50):
+            await dealer.send([b"ask %d" % number])
+            [[identity, question]] = await router.recv_batch()
+            await dealer.send([b"and %d" % number])
+            await trio.sleep(0.001)  # it has arrived when the answer is sent
+            await router.send([identity, question])
+            assert await router.recv_batch() == [[identity, b"and %d" % number]]
+            assert await dealer.recv_batch() == [[question]]
 
 
 async def test_a_cancelled_reader_loses_nothing(context: ZmqContext, address: str) -> None:
@@ -241,3 +258,15 @@ async def test_an_address_in_use_is_named(context: ZmqContext) -> None:
         context.socket("router").bind(address)
     with pytest.raises(WorkerError, match="cannot connect to nonsense"):
         first.connect("nonsense")
+
+
+async def test_too_many_sockets_are_told_and_none_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("handshake", "in", "out")]
+    for limit in range(1, 7):  # of the seven that a worker takes
+        monkeypatch.setattr(zmqio, "_MAX_SOCKETS", limit)
+        with ZmqContext() as context:
+            with pytest.raises(WorkerError, match="cannot open sockets: Too many open files"):
+                zmqio.bind_worker(context, *addresses)
+            assert context._open == set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from smgd import __version__
@@ -44,7 +46,7 @@ async def test_readiness_waits_for_the_tokenizer(build: Build) -> None:
     status, body = await house.readiness()
     assert (status, body["reason"]) == (503, "tokenizer not yet registered")
     [missing] = body["missing"]
-    assert missing.startswith("The tokenizer of model 'model' is not loaded: ")
+    assert missing.startswith("The tokenizer of model '/nowhere/model' is not loaded: ")
     answer = await house.ask("hello")
     assert (answer.status, answer.error["code"]) == (503, "tokenizer_not_found")
     assert answer.headers["retry-after"] == "1"
@@ -149,7 +151,7 @@ async def test_both_metrics_ports_say_the_same(start: Start) -> None:
     for page in pages:
         assert page.status == 200
         assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
-    names = [{line.split("{")[0] for line in page.body.decode().splitlines()} for page in pages]
+    names = [set(re.findall(r"(?m)^smg_\w+", page.body.decode())) for page in pages]
     assert names[0] <= names[1]
     answer = await fetch(house.metrics_port, "/elsewhere")
     assert (answer.status, answer.error["code"]) == (404, "unknown_url")

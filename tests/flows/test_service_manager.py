@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from smgd import daemon
 from smgd.admin.client import ask as ask_admin
 from smgd.systemd import Notifier, ServiceManager
 from tests.flows.client import HOST, chat_body, dial, fetch, head, post
@@ -158,6 +159,30 @@ async def test_a_restart_refuses_no_connection(
         second.send_signal(signal.SIGTERM)
         with trio.fail_after(PATIENCE):
             assert await second.wait() == 0
+
+
+async def test_who_waits_in_the_queue_finds_what_was_there_before(build: Build) -> None:
+    """The model, here: a client of a restart gets no 503 for what takes us a moment."""
+    house = build()
+    with listening() as http:
+        house.daemon.manager = ServiceManager(sockets={"http": [http]})
+        stream = await dial(http.getsockname()[1])
+        await stream.send_all(post(chat_body("hello")))
+        await house.open()
+        async with stream:
+            with trio.fail_after(PATIENCE):
+                assert b"no_available_workers" in await stream.receive_some()
+
+
+async def test_what_does_not_come_back_is_not_waited_for_long(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "SETTLE_SECONDS", 0.1)
+    house = build(models={"m": {"path": "/nowhere"}})
+    house.daemon.manager = ServiceManager(sockets={"http": [listening()]})
+    await house.open()
+    assert (await fetch(house.port, "/health")).status == 200
+    assert house.take_errors() == ["model not loaded; will retry"]
 
 
 async def test_the_admin_socket_of_a_socket_unit_outlives_the_daemon(

@@ -59,12 +59,12 @@ async def test_output_and_status_of_an_engine(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-async def test_the_environment_is_ours_and_its_own_but_not_what_systemd_says_to_us(
+async def test_the_environment_is_ours_and_its_own_but_not_what_is_for_us_alone(
     tmp_path: Path,
 ) -> None:
-    script = 'echo "$OWN|$SHARED|$NOTIFY_SOCKET$WATCHDOG_USEC$LISTEN_FDS$LISTEN_PID|"'
+    script = 'echo "$OWN|$SHARED|$NOTIFY_SOCKET$WATCHDOG_USEC$LISTEN_FDS$LISTEN_PID$SMGD_API_KEY|"'
     for_smgd = {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "1", "LISTEN_FDS": "1", "LISTEN_PID": "1"}
-    ours = {"SHARED": "ours", "OWN": "ours", **for_smgd}
+    ours = {"SHARED": "ours", "OWN": "ours", "SMGD_API_KEY": "sk-1", **for_smgd}
     process = programs(ours).start(spec_of(tmp_path, "sh", "-c", script, OWN="its"))
     with trio.fail_after(PATIENCE):
         assert await process.wait() == 0

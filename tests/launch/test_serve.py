@@ -127,7 +127,7 @@ def test_help_needs_no_engine_and_says_where_flags_go(capsys: pytest.CaptureFixt
         (["--connection-mode", "grpc"], "argument --connection-mode: invalid choice: 'grpc'"),
         (["--backend", "mlx"], 'allowed is "sglang", "sim", "tokenspeed", "vllm"'),
         (["--data-parallel-size", "0"], "found '0', allowed is an integer from 1 up"),
-        ([], "has no model identity: give --model-path or [models.ID]"),
+        ([], "has no model identity: give --model-path (smgd serve: --model) or [models.ID]"),
     ],
 )
 def test_wrong_usage(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

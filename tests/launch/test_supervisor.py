@@ -283,6 +283,7 @@ async def test_an_engine_that_was_left_and_is_another_is_ended_first(
     programs.left = Found(left, is_same=False)
     async with running(programs) as supervisor:
         assert left.terminated == 1
+        assert "its command is another one than configured; ending it" in said(lines, "warning")
         assert programs.started == []
         left.end(None)
         await trio.testing.wait_all_tasks_blocked()

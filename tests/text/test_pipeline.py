@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -471,19 +472,52 @@ def test_rows_of_a_stop_without_text_ride_on_the_finish() -> None:
 def test_only_a_request_that_wishes_nothing_special_is_plain() -> None:
     assert TextPipeline(vocabulary(), request()).plain
     assert not TextPipeline(vocabulary(), request(), Toy()).plain
-    assert not TextPipeline(vocabulary(), request("x")).plain
+    assert TextPipeline(vocabulary(), request("x")).plain
     for wishes in (OutputWishes(logprobs=0), OutputWishes(token_ids=True)):
         assert not TextPipeline(vocabulary(), request(output=wishes)).plain
 
 
-@given(ids=IDS, cut=st.integers(0, 20))
-def test_the_plain_path_and_the_general_one_agree(ids: list[int], cut: int) -> None:
-    general = run(request(), ids or [10_000])
-    plain = TextPipeline(vocabulary(), request())
-    text = "".join(plain.feed_text([i]) for i in ids[:cut])
-    last = plain.feed(Delta(ids[cut:] or [10_000], finish="length"))
-    assert text + last.text == general.text
-    assert last.finish == plain.finish == Finish("length")
+@given(
+    ids=IDS,
+    cuts=st.lists(st.integers(0, 20), max_size=6),
+    strings=STOPS,
+    include=st.booleans(),
+    min_tokens=st.integers(0, 6),
+    as_json=st.booleans(),
+)
+def test_the_plain_path_and_the_general_one_agree(
+    ids: list[int],
+    cuts: list[int],
+    strings: list[str],
+    include: bool,
+    min_tokens: int,
+    as_json: bool,
+) -> None:
+    asked = request(*strings, include=include, min_tokens=min_tokens)
+    wishing = request(
+        *strings, include=include, min_tokens=min_tokens, output=OutputWishes(token_ids=True)
+    )
+    general = run(wishing, ids or [10_000])
+    plain = TextPipeline(vocabulary(), asked)
+    text = ""
+    *firsts, last = cut_up(ids or [10_000], cuts)
+    for part in firsts:
+        text += fed_as_json(plain, part) if as_json else plain.feed_text(part)
+    assert plain.finish is None or plain.finish.stop_reason in strings
+    output = plain.feed(Delta(last, finish="length"))
+    assert text + output.text == general.text
+    assert [plain.finish] == general.finishes
+    assert plain.completion_tokens == general.tokens
+
+
+def fed_as_json(pipeline: TextPipeline, ids: Sequence[int]) -> str:
+    text: str = json.loads(b'"%b"' % pipeline.feed_json(ids))
+    return text
+
+
+def cut_up(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    places = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
+    return [ids[start:end] for start, end in pairwise(places)]
 
 
 def test_the_text_may_continue_the_prompts() -> None:

@@ -134,6 +134,21 @@ async def test_what_is_known_is_not_encoded_again() -> None:
     assert encoded == []
 
 
+async def test_lookups_are_those_of_texts_between_the_tokens() -> None:
+    tokenizer = SmgdTokenizer(make(), {})
+    cache, stage = tokenizer.segments, TextStage()
+    assert cache is not None
+    await stage.encode(tokenizer, "<|a|>one<|b|><|b|>two<|b|>one")
+    assert (cache.hits, cache.misses) == (0, 3)  # what is new is new until it has been encoded
+    await stage.encode(tokenizer, "<|a|>one<|b|>three<|b|>")
+    assert (cache.hits, cache.misses) == (1, 4)
+    await stage.encode(tokenizer, "one")
+    assert (cache.hits, cache.misses) == (2, 4)
+    await stage.encode(tokenizer, "")
+    await stage.encode(tokenizer, "<|a|><|b|>")
+    assert (cache.hits, cache.misses) == (2, 4)
+
+
 async def test_pieces_forgotten_while_others_are_encoded_are_no_problem() -> None:
     tokenizer = SmgdTokenizer(make(), {})
     tokenizer.segments = SegmentCache(

@@ -60,6 +60,7 @@ async def test_a_worker_is_added_serves_and_leaves(nursery: trio.Nursery) -> Non
         assert (answer.status, answer.json["worker_id"]) == (202, worker_id)
         await api.until_status(worker_id, "gone")
         assert await api.list() == []
+        api.outlived.add(1)
 
 
 async def test_the_list_has_counts_and_a_filter(nursery: trio.Nursery) -> None:
@@ -332,9 +333,12 @@ async def test_a_put_with_another_connection_registers_again(nursery: trio.Nurse
         assert answer.status == 202
         await call.read()  # what ran was drained, not cut
         assert (call.done, call.finishes()) == (True, ["length"])
-        await until(lambda: api.house.daemon.registry.get(worker["id"]))
+        event = "engine record set aside: an engine of a former life has to be started anew"
+        await until(lambda: api.house.logged(event))
+        assert api.house.logged(event)[0]["reason"] == "its count is 1, not 2"
         shown = (await api.call("GET", path)).json
         assert (shown["id"], shown["status"], shown["dp_size"]) == (worker["id"], "pending", 2)
+        api.remove_set_aside(0)
         await engine.kill()
 
 
@@ -379,6 +383,7 @@ async def test_draining_ends_with_the_settle_time(nursery: trio.Nursery) -> None
         await call.read()
         assert (call.status, call.error["code"]) == (200, "engine_lost")
         await until(lambda: api.house.tally.aborts == api.house.tally.adds)
+        api.outlived.add(1)
 
 
 # --------------------------------------------------------------------------- several models
@@ -409,13 +414,15 @@ async def test_a_label_brings_a_model_and_its_last_worker_takes_it_away(
         answer = await api.house.ask("hello", model="second")
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
         assert (await api.house.ask("hello", max_tokens=1)).status == 200
+        api.outlived |= {1, 2}
 
 
 async def test_a_model_that_cannot_be_loaded_blocks_only_with_a_ready_worker(
     nursery: trio.Nursery,
 ) -> None:
     async with api_house(nursery, workers=1) as api:
-        worker_id = await api.add(1, labels={"model_path": "/nowhere/tulip"})
+        path = "/nowhere/tulip"
+        worker_id = await api.add(1, labels={"model_path": path})
         await until(lambda: api.house.logged("model not loaded; will retry"))
         api.house.start_engine(worker=0)
         await api.until_ready(1)  # nobody has to wait for a model without a ready worker
@@ -424,13 +431,17 @@ async def test_a_model_that_cannot_be_loaded_blocks_only_with_a_ready_worker(
         status, body = await api.house.readiness()
         assert (status, body["reason"]) == (503, "tokenizer not yet registered")
         [missing] = body["missing"]
-        assert missing.startswith("The tokenizer of model 'tulip' is not loaded: there is no dir")
-        answer = await api.house.ask("hello", model="tulip")
+        assert (
+            missing
+            == f"The tokenizer of model '{path}' is not loaded: there is no directory {path}"
+        )
+        answer = await api.house.ask("hello", model=path)
         assert (answer.status, answer.error["code"]) == (503, "tokenizer_not_found")
         assert (await api.house.ask("hello", model="smgd-sim", max_tokens=1)).status == 200
         await api.remove(worker_id)
         assert (await api.house.readiness())[0] == 200
         assert api.house.take_errors() == ["model not loaded; will retry"]
+        api.outlived.add(1)
 
 
 async def test_aliases_work_on_every_endpoint(nursery: trio.Nursery) -> None:
@@ -504,16 +515,78 @@ async def test_loads_and_what_the_server_says_of_itself(nursery: trio.Nursery) -
         await call.close()
 
 
+# ------------------------------------------------------------------- removed, and added again
+
+
+def descriptors() -> int:
+    gc.collect()  # what earlier tests have left
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def tasks(task: trio.lowlevel.Task | None = None) -> int:
+    root = task or trio.lowlevel.current_root_task()
+    assert root is not None
+    return 1 + sum(tasks(c) for n in root.child_nurseries for c in n.child_tasks)
+
+
+async def test_a_worker_that_is_added_again_goes_on_with_its_engine(nursery: trio.Nursery) -> None:
+    async with api_house(nursery, health={"drain_settle": 0}) as api:
+        worker_id = await api.add(1)
+        api.house.start_engine(worker=1)
+        await api.until_ready(1)
+        before: tuple[int, int] | None = None
+        for _ in range(50):
+            await api.remove(worker_id)
+            assert api.record(1).exists()
+            worker_id = await api.add(1)
+            await api.until_status(worker_id, "ready")
+            before = before or (descriptors(), tasks())
+        assert (await api.house.ask("hello", max_tokens=2)).status == 200
+        assert len(api.house.tally.ready_at) == 1, "the engine has not begun anew"
+        assert len(api.house.logged("engine adopted")) == 50
+        assert before is not None
+        limits = before
+        await until(lambda: descriptors() <= limits[0] and tasks() <= limits[1])
+        assert sorted(path.name for path in api.record(1).parent.glob("e1*")) == [
+            "e1-in.sock", "e1-out.sock", "e1.engine.json", "e1.lock",
+        ]  # fmt: skip
+
+
+async def test_of_an_engine_that_has_ended_before_its_worker_nothing_stays(
+    nursery: trio.Nursery,
+) -> None:
+    async with api_house(nursery) as api:
+        worker_id = await api.add(1)
+        engine = api.house.start_engine(worker=1)
+        await api.until_ready(1)
+        await engine.kill()
+        await api.until_status(worker_id, "not_ready")
+        await api.remove(worker_id)
+        assert not api.record(1).exists()
+
+
+async def test_an_engine_of_another_model_is_not_taken_for_the_one_that_is_wanted(
+    nursery: trio.Nursery,
+) -> None:
+    """Engines do not say which model they have loaded; another one's ids would be garbage."""
+    async with api_house(nursery) as api:
+        worker_id = await api.add(1)
+        engine = api.house.start_engine(worker=1)
+        await api.until_ready(1)
+        await api.remove(worker_id)
+        labels = {"model_path": "/models/other", "tokenizer_path": "smgd-sim"}
+        worker_id = await api.add(1, labels=labels)
+        await api.until_status(worker_id, "pending")
+        event = "engine record set aside: an engine of a former life has to be started anew"
+        await until(lambda: api.house.logged(event))
+        assert api.house.logged(event)[0]["reason"] == "its model is smgd-sim, not /models/other"
+        await engine.kill()
+        api.house.start_engine(worker=1)
+        await api.until_status(worker_id, "ready")
+        api.remove_set_aside(1)
+
+
 async def test_deleting_and_adding_fifty_times_leaves_nothing(nursery: trio.Nursery) -> None:
-    def descriptors() -> int:
-        gc.collect()  # what earlier tests have left
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    def tasks(task: trio.lowlevel.Task | None = None) -> int:
-        root = task or trio.lowlevel.current_root_task()
-        assert root is not None
-        return 1 + sum(tasks(c) for n in root.child_nurseries for c in n.child_tasks)
-
     async def again(api: ApiHouse) -> None:
         await api.remove(await api.add(1))
 

@@ -21,12 +21,16 @@ PATHS = 4
 
 
 class ApiHouse:
-    """A house, and calls of its worker API."""
+    """A house, and calls of its worker API.
+
+    `outlived` are the paths whose engine has outlived its worker, so that its record stays.
+    """
 
     def __init__(self, house: House, directory: Path) -> None:
         self.house = house
         self.urls = [f"ipc://{directory}/e{number}" for number in range(PATHS)]
         self.house.paths[:] = [directory / f"e{number}" for number in range(PATHS)]
+        self.outlived: set[int] = set()
 
     async def call(self, method: str, path: str, body: Any = None, kind: str = "json") -> Call:
         """Make a request; a body that is not bytes is sent as JSON."""
@@ -41,6 +45,14 @@ class ApiHouse:
         path = Path(self.urls[number].removeprefix("ipc://") + "-in.sock")
         path.mkdir()
         return path
+
+    def record(self, number: int) -> Path:
+        """Return the file that remembers the engines of one of the paths."""
+        return Path(self.urls[number].removeprefix("ipc://") + ".engine.json")
+
+    def remove_set_aside(self, number: int) -> None:
+        """Remove the record that was set aside at one of the paths, which has to be there."""
+        Path(f"{self.record(number)}.bad").unlink()
 
     async def add(self, number: int = 1, **fields: Any) -> str:
         """Add a worker at one of the paths; return its id."""
@@ -99,10 +111,12 @@ async def api_house(
         house = House(nursery, directory, lines, tally, workers=workers, **options)
         if start:
             await house.open()
-        yield ApiHouse(house, directory)
+        api = ApiHouse(house, directory)
+        yield api
         for engine in house.engines:
             engine.terminate()
         await house.close()
-        # What is known of engines outlives the daemon, but not their worker.
+        # What is known of engines outlives the daemon; it outlives their worker as they do.
         records = [record.addresses.record for record in house.daemon.fleet.records.values()]
+        records += [api.record(number) for number in api.outlived]
         assert {*directory.iterdir()} - {*records} == {house.replies}

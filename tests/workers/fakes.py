@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from smgd.core import EngineCounts, EngineInfo, EngineLoad, GenerationRequest, Receiver, WorkerState
+from smgd.core import (
+    EngineCounts,
+    EngineInfo,
+    EngineLoad,
+    EngineWork,
+    GenerationRequest,
+    Receiver,
+    WorkerState,
+)
 
 
 class FakeWorker:
@@ -23,6 +31,7 @@ class FakeWorker:
         self.state: WorkerState = state
         self.load = load
         self.rank_loads = [load]
+        self.rank_work = [EngineWork()]
         self.usable = [0] if state == "ready" else []
         self.counts = EngineCounts()
         self.info = None if max_model_len is None else EngineInfo(max_model_len=max_model_len)

@@ -169,8 +169,9 @@ async def test_a_path_that_is_known_is_the_known_model(yard: Yard) -> None:
     by_path = yard.fleet.add(yard.spec(0, labels={"model_path": "/models/tulip"}))
     by_name = yard.fleet.add(yard.spec(1, models=(ModelCard("served"),)))
     assert by_path.worker.model_id == by_name.worker.model_id == "served"
+    elsewhere = {"model_path": "/elsewhere", "tokenizer_path": "x"}
     with pytest.raises(WorkerError, match="the name 'smgd-sim' belongs to the model at smgd-sim"):
-        yard.fleet.add(yard.spec(2, labels={"model_path": "/elsewhere/smgd-sim"}))
+        yard.fleet.add(yard.spec(2, labels=elsewhere, models=(ModelCard("x", ("smgd-sim",)),)))
 
 
 async def test_a_model_that_has_changed_is_served_until_the_new_one_is_there(yard: Yard) -> None:
@@ -182,6 +183,18 @@ async def test_a_model_that_has_changed_is_served_until_the_new_one_is_there(yar
     with pytest.raises(ModelError, match="the name 'other' belongs to"):
         yard.loader.change(ModelSource(id="second", path="smgd-sim", aliases=("other",)))
     assert yard.catalog.ids == ["smgd-sim"]
+
+
+async def test_a_record_that_cannot_be_removed_is_told_and_ends_nothing(yard: Yard) -> None:
+    record = await yard.fleet.start(yard.spec())
+    record.addresses.record.mkdir()
+    with captured_log() as lines:
+        yard.fleet.remove(record.id)
+        await record.gone.wait()
+    [line] = [line for line in lines if line["event"] == "cannot remove the engine record"]
+    assert line["file"] == str(record.addresses.record)
+    assert yard.files == []
+    await trio.Path(record.addresses.record).rmdir()
 
 
 # -------------------------------------------------------------------------------- health
@@ -237,7 +250,7 @@ def test_a_configured_worker_as_a_spec() -> None:
         ({"labels": {"rack": "7"}}, None),
         ({"labels": {"model": "m"}}, ("m", "m")),
         ({"labels": {"model_path": "org/m"}}, ("org/m", "org/m")),
-        ({"labels": {"model_path": "/models/m"}}, ("m", "/models/m")),
+        ({"labels": {"model_path": "/models/m"}}, ("/models/m", "/models/m")),
         ({"labels": {"model_path": "/models/m", "model": "x"}}, ("x", "/models/m")),
         ({"labels": {"model_path": "/m"}, "models": (ModelCard("card"),)}, ("card", "/m")),
         ({"models": (ModelCard("card"),)}, ("card", "card")),

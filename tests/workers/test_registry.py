@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from smgd.core import EngineLoad, EngineWork
 from smgd.errors import ApiError, WorkerError
+from smgd.samples import RankSample
 from smgd.workers.registry import Registry
 from tests.workers.fakes import FakeWorker
 
@@ -83,3 +85,20 @@ def test_the_context_of_a_model_is_the_smallest_of_its_ready_workers() -> None:
     with pytest.raises(ApiError, match="No ready worker for model 'other'") as caught:
         made.max_model_len("other")
     assert caught.value.status == 503
+
+
+def test_samples_tell_of_every_worker_and_of_each_of_its_ranks() -> None:
+    ready, lost = FakeWorker("a", requests_active=3), FakeWorker("b", "other", "not_ready")
+    ready.rank_loads = [EngineLoad(2, 1, 0.5), EngineLoad()]
+    ready.rank_work = [EngineWork(7, 64, 32), EngineWork()]
+    ready.usable = [1]
+    first, second = registry(ready, lost).samples()
+    assert (first.worker, first.model, first.healthy, first.requests_active) == (
+        "ipc:///a", "m", True, 3,
+    )  # fmt: skip
+    assert first.ranks == [
+        RankSample(0, False, 2, 1, 0.5, EngineWork(7, 64, 32)),
+        RankSample(1, True, 0, 0, 0.0, EngineWork()),
+    ]
+    assert (second.model, second.healthy) == ("other", False)
+    assert second.ranks == [RankSample(0, False, 0, 0, 0.0, EngineWork())]

@@ -19,9 +19,9 @@ DIALECTS: dict[str, Callable[[], Dialect]] = {
 def dialect_for(backend: str, worker: str) -> Dialect:
     """Return the dialect of a backend name; `worker` is a URL for the text of the `ConfigError`."""
     if backend not in DIALECTS:
-        known = " and ".join(sorted(DIALECTS))
+        known = " and ".join(sorted(DIALECTS)) + (" is" if len(DIALECTS) == 1 else " are")
         raise ConfigError(
             f"ZMQ worker {worker} has unsupported runtime {backend}: "
-            f"only {known} are supported over the ZMQ direct backend"
+            f"only {known} supported over the ZMQ direct backend"
         )
     return DIALECTS[backend]()

@@ -114,13 +114,18 @@ class VllmDialect:
             else:
                 delta = _whole_delta(output, frames, message.timestamp)
             deltas.append((output.request_id, delta))
-        return Batch(
+        stats = message.scheduler_stats
+        batch = Batch(
             message.engine_index,
             deltas,
-            None if message.scheduler_stats is None else _load(message.scheduler_stats),
+            None if stats is None else _load(stats),
             None if message.utility_output is None else _reply(message.utility_output),
             message.wave_complete,
         )
+        cache = None if stats is None else stats.prefix_cache_stats
+        if cache is not None and cache.queries:
+            batch.prefix_queries, batch.prefix_hits = cache.queries, cache.hits
+        return batch
 
     def heartbeat(self, call_id: int) -> list[bytes]:
         """Return the cheapest call: the engine answers between two steps, within 1 ms if idle."""

@@ -1,0 +1,300 @@
+"""Who is there: the engines of one worker, without I/O and without what runs on them.
+
+A worker has one socket set and one or several engines (ranks). What each of them is, is told in
+`handshake`; here is which of them requests may go to. A rank can be used while it is ready, and so
+is its whole family: ranks that stand and fall together are lost together, and used again together.
+
+    waiting --every engine has been ready once--> ready: requests go to the ranks that can be used
+    ready   --no rank is left that can be used--> waiting, until one can
+
+A rank is lost with its family when its connection ends, it says HELLO again, it says that it is
+dead, or the session finds a fault with it (`lose`); and all are lost with three unreadable messages
+in a row. It comes back with a new handshake, or with the answer to a call that was made after the
+loss: then it was only slow, or the daemon was restarted and not the engine (`recall`). `asks` has
+those calls.
+
+Whose connection has ended, nobody says. Where there is more than one family, all are called, and
+those that answer leave the others to be the lost ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from smgd.core import Dialect, EngineCounts, EngineInfo, EngineLoad
+from smgd.engine.events import (
+    EngineReady,
+    EnginesLost,
+    Notice,
+    Send,
+    SendInit,
+    SessionEvent,
+    SessionLost,
+    SessionReady,
+)
+from smgd.engine.handshake import Rank, Said, family, rank_of, read_message
+from smgd.errors import RemoteProtocolError
+
+# Undecodable messages in a row that end a session: one may be a fault, three are another language.
+MAX_UNDECODABLE = 3
+
+_DEAD = "the engine said that it is dead (ENGINE_CORE_DEAD)"
+_RECALLED = "an engine was here before, and has not answered yet"
+
+# Is told which engines are lost and why, once they are given nothing more; returns what follows.
+OnLost: TypeAlias = Callable[[Sequence[Rank], str], list[SessionEvent]]
+
+
+class Roster:
+    """The engines of a worker: `ranks` are all of them, `serving` those that take requests.
+
+    `unready` is why requests may not be submitted, None if they may. `answers` is whether engines
+    answer calls, which are numbered from `first_call`. `undecodable` is how many messages in a row
+    could not be read: whoever reads one sets it to 0. `init` is the payload that answers every
+    HELLO.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        init: bytes,
+        engines: int,
+        first_call: int,
+        counts: EngineCounts,
+        on_lost: OnLost,
+    ) -> None:
+        self.ranks = [Rank(index) for index in range(engines)]
+        self.serving: list[Rank] = []
+        self.unready: str | None = self.ranks[0].lost
+        self.answers = dialect.heartbeat(0) is not None
+        self.undecodable = 0
+        self._dialect = dialect
+        self._init = init
+        self._counts = counts
+        self._on_lost = on_lost
+        self._complete = False  # whether every engine has been ready once
+        self._next_call = first_call
+        self._left: int | None = None  # connections that are left, while it is open whose
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may be submitted."""
+        return self.unready is None
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the first engine that can be used said of itself."""
+        return self.serving[0].info if self.serving else None
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engines last reported: requests summed, cache usage averaged over the ranks."""
+        loads = self.rank_loads
+        return EngineLoad(
+            running=sum(load.running for load in loads),
+            waiting=sum(load.waiting for load in loads),
+            kv_usage=sum(load.kv_usage for load in loads) / len(loads),
+        )
+
+    @property
+    def rank_loads(self) -> list[EngineLoad]:
+        """What each engine last reported, by rank."""
+        return [rank.load for rank in self.ranks]
+
+    @property
+    def usable(self) -> list[int]:
+        """Which ranks take requests."""
+        return [rank.index for rank in self.serving]
+
+    @property
+    def seen(self) -> list[str]:
+        """What of the handshakes has come, for people: one text for each engine that was heard."""
+        return [f"{r.seen} of engine {r.index}" for r in self.ranks if r.seen]
+
+    @property
+    def awaited(self) -> str:
+        """What it waits for to have every engine, for people; empty if it has."""
+        return ", ".join(f"{r.awaited} of engine {r.index}" for r in self.ranks if not r.ready)
+
+    # --------------------------------------------------------------------------- handshake
+
+    def handshake(self, identity: bytes, payload: bytes) -> list[SessionEvent]:
+        """Take a message from the handshake socket."""
+        try:
+            rank = rank_of(self.ranks, identity)
+            message = read_message(rank, payload)
+        except RemoteProtocolError as error:
+            return [Notice(str(error))]
+        if message.status == "READY":
+            rank.said_ready = True
+            rank.lockstep = rank.lockstep or message.parallel_config_hash is not None
+            return self._progress(rank)
+        reason = f"engine {rank.index} was started anew"
+        events = self._lose(family(self.ranks, rank) if rank.ready else [rank], reason)
+        if rank.recalled:
+            events.append(Notice(f"{reason}: its record is void"))
+        rank.forget()
+        rank.greeted = True
+        return [*events, SendInit(identity, self._init)]
+
+    def registration(self, identity: bytes, payload: bytes) -> list[SessionEvent]:
+        """Take a message from the input socket: engines send nothing else there."""
+        try:
+            rank = rank_of(self.ranks, identity)
+            rank.info = self._dialect.read_registration(payload)
+        except RemoteProtocolError as error:
+            return [Notice(str(error))]
+        rank.registration = payload
+        rank.lockstep = rank.told().data_parallel_size > 1
+        return self._progress(rank)
+
+    def _progress(self, rank: Rank) -> list[SessionEvent]:
+        return [] if rank.ready or not (rank.said_ready and rank.known) else self._found(rank)
+
+    def recall(self, said: Iterable[Said]) -> None:
+        """Know engines as a former life of the daemon knew them; `asks` finds out who is there.
+
+        Raises `RemoteProtocolError`, knowing none, if that cannot be read.
+        """
+        infos = [(one, self._dialect.read_registration(one.registration)) for one in said]
+        for one, info in infos:
+            self.ranks[one.index].recall(one, info, _RECALLED)
+        self._complete = all(rank.known for rank in self.ranks)
+
+    @property
+    def said(self) -> list[Said]:
+        """What the engines have said in their handshakes, for `recall` in a later life."""
+        return [rank.said for rank in self.ranks if rank.known]
+
+    # ------------------------------------------------------------------ who can be used
+
+    def asks(self) -> list[Send]:
+        """Return a call to each engine that is known but lost: whoever answers can be used.
+
+        Where engines do not answer, it is an ABORT of nothing; tell `delivered` if it was sent.
+        """
+        lost = [rank for rank in self.ranks if rank.known and not rank.ready]
+        return self.call(lost) if lost else []
+
+    def delivered(self, identity: bytes) -> list[SessionEvent]:
+        """Hear that a message of `asks` has found a connection: all there is of a silent kind."""
+        rank = rank_of(self.ranks, identity)
+        if self.answers or rank.ready or not rank.recalled:
+            return []
+        return self._found(rank)
+
+    def call(self, called: Iterable[Rank]) -> list[Send]:
+        """Return a call to each of some engines, whose answer is a sign of life."""
+        frames = self._dialect.heartbeat(self._next_call) or self._dialect.encode_abort([])
+        self._next_call += 1
+        return [Send(rank.identity, frames) for rank in called]
+
+    def answered(self, rank: Rank, call_id: int) -> list[SessionEvent]:
+        """Take the answer to a call."""
+        if not rank.proof <= call_id < self._next_call:
+            return []
+        rank.proof = 0
+        if rank.known and not rank.ready:
+            return self._found(rank)
+        return self._tell_apart()
+
+    def spoke(self, rank: Rank) -> list[SessionEvent]:
+        """Take an output where engines do not answer: any is the proof of life."""
+        return self._found(rank) if rank.known and not rank.ready else []
+
+    def _found(self, rank: Rank) -> list[SessionEvent]:
+        how = rank.found()
+        self._counts.adoptions += how == "adopted"
+        events: list[SessionEvent] = [EngineReady(rank.index, rank.told(), how)]
+        self._complete = self._complete or all(other.ready for other in self.ranks)
+        self._find_serving()
+        if self.serving and self.unready is not None:
+            self.unready = None
+            self.undecodable = 0
+            events.append(SessionReady())
+        return events
+
+    def _find_serving(self) -> None:
+        self.serving = [
+            rank
+            for rank in self.ranks
+            if self._complete and all(other.ready for other in family(self.ranks, rank))
+        ]
+
+    def disconnected(self, reason: str, left: int) -> list[SessionEvent]:
+        """Hear that a connection of a data socket has ended and how many are `left` on it."""
+        living = [rank for rank in self.ranks if rank.ready]
+        if left >= len(living):
+            return []  # not that of an engine that is in use, as far as can be told
+        if self._is_one_family(living):
+            return self._lose(living, reason)
+        for rank in living:
+            rank.proof = self._next_call
+        self._left = left
+        return [*self.call(living)]
+
+    def _is_one_family(self, members: Sequence[Rank]) -> bool:
+        return not members or set(members) <= set(family(self.ranks, members[0]))
+
+    def _tell_apart(self) -> list[SessionEvent]:
+        """Give up those that have not answered, once as many have as there are connections."""
+        if self._left is None:
+            return []
+        silent = [rank for rank in self.ranks if rank.ready and rank.proof]
+        living = sum(rank.ready for rank in self.ranks)
+        if living - len(silent) < self._left:
+            return []
+        self._left = None
+        events: list[SessionEvent] = []
+        for rank in silent:
+            events += self._lose(family(self.ranks, rank), "its connection was closed")
+        return events
+
+    # -------------------------------------------------------------------------------- loss
+
+    def lose(self, reason: str, identity: bytes | None = None) -> list[SessionEvent]:
+        """Count an engine with its family as lost, or all of them, until they show that they live.
+
+        What runs there ends, through `on_lost`.
+        """
+        if identity is None:
+            return self._lose(self.ranks, reason)
+        return self._lose(family(self.ranks, rank_of(self.ranks, identity)), reason)
+
+    def said_dead(self) -> list[SessionEvent]:
+        """Hear that one of the engines is dead, in its own words."""
+        if not self._is_one_family([rank for rank in self.ranks if rank.ready]):
+            # It does not say who it is, but it closes its connection next.
+            return [Notice("an engine said that it is dead (ENGINE_CORE_DEAD)")]
+        return self.lose(_DEAD)
+
+    def not_decoded(self, error: RemoteProtocolError) -> list[SessionEvent]:
+        """Hear that an output message cannot be read."""
+        self.undecodable += 1
+        if self.undecodable > MAX_UNDECODABLE:
+            return []
+        events: list[SessionEvent] = [Notice(f"output skipped: {error}")]
+        if self.undecodable == MAX_UNDECODABLE:
+            events += self.lose(f"{MAX_UNDECODABLE} outputs in a row could not be decoded")
+        return events
+
+    def _lose(self, lost: Sequence[Rank], reason: str) -> list[SessionEvent]:
+        hit = [rank for rank in lost if rank.ready]
+        for rank in lost:
+            if rank.known:
+                rank.lost, rank.proof = reason, self._next_call
+        if not hit:
+            if not self.serving and any(rank.known for rank in lost):
+                self.unready = reason
+            return []
+        self._counts.losses += len(hit)
+        return self._changed(hit, reason) + self._on_lost(hit, reason)
+
+    def _changed(self, hit: Sequence[Rank], reason: str) -> list[SessionEvent]:
+        self._find_serving()
+        failed = sum(len(rank.in_flight) for rank in hit)
+        if self.serving:
+            return [EnginesLost([rank.index for rank in hit], reason, failed)]
+        was_ready, self.unready = self.ready, reason
+        return [SessionLost(reason, failed)] if was_ready else []

@@ -1,0 +1,163 @@
+"""Handshakes and losses: who can be used, and who is told that others cannot be any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from smgd.core import EngineCounts
+from smgd.engine.dialects.vllm import VllmDialect
+from smgd.engine.events import (
+    EngineReady,
+    EnginesLost,
+    Notice,
+    SendInit,
+    SessionEvent,
+    SessionLost,
+    SessionReady,
+)
+from smgd.engine.handshake import Rank
+from smgd.engine.roster import OnLost, Roster
+from tests.engine_unit import recorded
+from tests.engine_unit.scripted import HELLO, READY, pack, registration
+from tests.engine_unit.test_session import kinds
+
+A, B = b"\x00\x00", b"\x01\x00"
+
+
+def nothing_runs(lost: Sequence[Rank], reason: str) -> list[SessionEvent]:
+    return []
+
+
+def new_roster(engines: int = 1, on_lost: OnLost = nothing_runs) -> Roster:
+    return Roster(VllmDialect(), b"INIT", engines, 1, EngineCounts(), on_lost)
+
+
+# -------------------------------------------------------------------------------- handshake
+
+
+@pytest.mark.parametrize("version", recorded.VERSIONS)
+def test_the_recorded_handshake(version: str) -> None:
+    roster = new_roster()
+    events: list[SessionEvent] = []
+    for message in recorded.messages(version, "handshake"):
+        if message.case == "handshake":
+            events += roster.handshake(message.frames[0], message.frames[1])
+    assert events == [SendInit(A, b"INIT")]
+    message = recorded.message(version, "handshake", "input")
+    ready = roster.registration(message.frames[0], message.frames[1])
+    assert kinds(ready) == [EngineReady, SessionReady]
+    assert roster.info is not None
+    assert roster.info.max_model_len == 2048
+
+
+def test_registration_may_come_before_ready_or_after() -> None:
+    roster = new_roster()
+    assert roster.awaited == "HELLO of engine 0"
+    assert roster.handshake(A, HELLO) == [SendInit(A, b"INIT")]
+    assert roster.awaited == "READY and registration of engine 0"
+    assert roster.registration(A, registration()) == []
+    assert roster.awaited == "READY of engine 0"
+    assert kinds(roster.handshake(A, READY)) == [EngineReady, SessionReady]
+    other = new_roster()
+    other.handshake(A, HELLO)
+    assert other.handshake(A, READY) == []
+    assert other.awaited == "registration of engine 0"
+    assert kinds(other.registration(A, registration())) == [EngineReady, SessionReady]
+
+
+def test_an_engine_that_was_greeted_by_a_former_life_is_served() -> None:
+    roster = new_roster()
+    assert roster.registration(A, registration()) == []
+    assert kinds(roster.handshake(A, READY)) == [EngineReady, SessionReady]
+
+
+def test_several_engines_interleave() -> None:
+    roster = new_roster(2)
+    assert roster.handshake(B, HELLO) == [SendInit(B, b"INIT")]
+    assert roster.handshake(A, HELLO) == [SendInit(A, b"INIT")]
+    roster.registration(B, registration())
+    assert kinds(roster.handshake(B, READY)) == [EngineReady]
+    assert not roster.ready
+    assert roster.awaited == "READY and registration of engine 0"
+    roster.handshake(A, READY)
+    assert kinds(roster.registration(A, registration())) == [EngineReady, SessionReady]
+
+
+def test_an_engine_that_starts_anew_while_it_loads_begins_again() -> None:
+    roster = new_roster()
+    roster.handshake(A, HELLO)
+    roster.registration(A, registration())
+    assert roster.handshake(A, HELLO) == [SendInit(A, b"INIT")]
+    assert roster.handshake(A, READY) == []
+    assert roster.awaited == "registration of engine 0"
+
+
+def test_one_engine_too_many_is_refused_with_what_was_expected() -> None:
+    roster = new_roster(2)
+    for events in (
+        roster.handshake(b"\x02\x00", HELLO),
+        roster.registration(b"\x02\x00", b""),
+    ):
+        (notice,) = events
+        assert isinstance(notice, Notice)
+        assert "identity 0200 has dialled in" in notice.text
+        assert (
+            "waits for 2 engine(s), with indices 0 to 1: --zmq-engine-count must be" in notice.text
+        )
+
+
+@pytest.mark.parametrize("identity", [b"", b"\x00", b"\x00\x00\x00", b"\xff\xff"])
+def test_other_identities_are_refused(identity: bytes) -> None:
+    assert kinds(new_roster().handshake(identity, HELLO)) == [Notice]
+
+
+@pytest.mark.parametrize(
+    ("payload", "text"),
+    [
+        (pack({"status": "BYE"}), "engine 0 said 'BYE' where HELLO or READY was expected"),
+        (b"", "undecodable handshake message"),
+        (pack(["HELLO"]), "undecodable handshake message"),
+    ],
+)
+def test_other_handshake_messages_are_refused(payload: bytes, text: str) -> None:
+    (notice,) = new_roster().handshake(A, payload)
+    assert isinstance(notice, Notice)
+    assert text in notice.text
+
+
+def test_a_bad_registration_changes_nothing() -> None:
+    roster = new_roster()
+    roster.handshake(A, HELLO)
+    roster.handshake(A, READY)
+    assert kinds(roster.registration(A, b"\x80")) == [Notice]
+    assert not roster.ready
+    assert kinds(roster.registration(A, registration())) == [EngineReady, SessionReady]
+    assert roster.registration(A, registration(max_model_len=7)) == []
+    assert roster.info is not None
+    assert roster.info.max_model_len == 7
+
+
+# ------------------------------------------------------------------------------------ loss
+
+
+def test_a_loss_is_told_once_nothing_goes_to_the_engine_any_more() -> None:
+    told: list[tuple[list[int], str, list[int], str | None]] = []
+
+    def on_lost(lost: Sequence[Rank], reason: str) -> list[SessionEvent]:
+        told.append(([rank.index for rank in lost], reason, roster.usable, roster.unready))
+        return [Notice("what follows")]
+
+    roster = new_roster(2, on_lost)
+    for index, identity in enumerate((A, B)):
+        roster.handshake(identity, HELLO)
+        roster.registration(identity, registration(instance_id=f"process {index}"))
+        roster.handshake(identity, READY)
+    what_follows = Notice("what follows")
+    assert roster.lose("gone", B) == [EnginesLost([1], "gone", 0), what_follows]
+    assert roster.lose("again", B) == []
+    reason = "engine 0 was started anew"
+    events = roster.handshake(A, HELLO)
+    assert events == [SessionLost(reason, 0), what_follows, SendInit(A, b"INIT")]
+    assert told == [([1], "gone", [0], None), ([0], reason, [], reason)]
