@@ -391,7 +391,9 @@ class Dispatcher:
         """Give a request to one of the candidates. One that turns out to be lost is passed over."""
         lost: SmgdError | None = None
         while candidates:
-            worker = self.policy.pick(candidates, request)
+            # Most daemons have one worker for a model, and to score it costs 10 to 25 us.
+            lone = len(candidates) == 1
+            worker = candidates[0] if lone else self.policy.pick(candidates, request)
             try:
                 worker.submit_nowait(request, sequence)
             except EngineLostError as error:

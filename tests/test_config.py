@@ -291,8 +291,8 @@ def check(text: str) -> list[str]:
         (
             '[[workers]]\nurl = "ipc:///a"',
             (
-                "ZMQ worker ipc:///a has no model identity: give --model-path (smgd serve: --model) "
-                "or [models.ID]"
+                "ZMQ worker ipc:///a has no model identity: give --model-path "
+                "(smgd serve: --model) or [models.ID]"
             ),
         ),
         (

@@ -29,6 +29,7 @@ from smgd.web.hangups import HangupWatch
 from smgd.web.hyper import Peers, Protocols
 from smgd.web.settings import ServerSettings
 from smgd.web.streams import RECEIVE_STEP, DeadlineStream, close_politely
+from smgd.web.turns import Turnstile
 
 log = structlog.get_logger("smgd.web")
 
@@ -44,6 +45,7 @@ class Shared:
     config: Config
     hangups: HangupWatch
     protocols: Callable[..., Protocols]
+    turns: Turnstile = field(default_factory=Turnstile)
     context: WorkerContext = field(default_factory=lambda: WorkerContext(None))
     connections: set[Connection] = field(default_factory=set)
     _empty: trio.Event = field(default_factory=trio.Event)

@@ -65,6 +65,7 @@ async def serve(
         )
         async with trio.open_nursery() as helpers:
             helpers.start_soon(hangups.run)
+            helpers.start_soon(shared.turns.run)
             helpers.start_soon(_sweep, shared)
             async with trio.open_nursery() as living:
                 try:
@@ -103,7 +104,8 @@ async def _accept_loop(
     connections: trio.Nursery,
 ) -> None:
     while True:
-        lowest = DeadlineStream(await accept(listener), shared.settings.write_timeout)
+        accepted = await accept(listener)
+        lowest = DeadlineStream(accepted, shared.settings.write_timeout, shared.turns)
         secure = None
         if tls is not None:
             secure = trio.SSLStream(lowest, tls, server_side=True, https_compatible=True)

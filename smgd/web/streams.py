@@ -13,6 +13,8 @@ from contextlib import suppress
 import structlog
 import trio
 
+from smgd.web.turns import Turnstile
+
 log = structlog.get_logger("smgd.web")
 
 # What one write deadline covers. A client is cut when it takes none of this much for so long, not
@@ -48,11 +50,12 @@ class DeadlineStream(trio.abc.HalfCloseableStream):
 
     `raw` is the socket itself, for writes that must not wait. `send_all` raises
     `trio.BrokenResourceError` after `write_timeout` seconds without progress; the socket is closed
-    by then.
+    by then. What there is to read is read in this stream's turn.
     """
 
-    def __init__(self, raw: socket.socket, write_timeout: float) -> None:
+    def __init__(self, raw: socket.socket, write_timeout: float, turns: Turnstile) -> None:
         self.raw = raw
+        self._turns = turns
         self.socket = trio.socket.from_stdlib_socket(raw)
         self._stream = trio.SocketStream(self.socket)
         self._write_timeout = write_timeout
@@ -72,7 +75,20 @@ class DeadlineStream(trio.abc.HalfCloseableStream):
         await self._stream.wait_send_all_might_not_block()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        return await self._stream.receive_some(max_bytes)
+        raw = self.raw
+        while True:
+            if raw.fileno() < 0:
+                raise trio.ClosedResourceError("this socket was closed")
+            await trio.lowlevel.wait_readable(raw)
+            await self._turns.enter()
+            try:
+                return raw.recv(max_bytes or RECEIVE_STEP)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                if raw.fileno() < 0:
+                    raise trio.ClosedResourceError("this socket was closed") from error
+                raise trio.BrokenResourceError(f"socket failed: {error}") from error
 
     async def send_eof(self) -> None:
         await self._stream.send_eof()
