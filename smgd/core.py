@@ -153,7 +153,7 @@ class Timings(msgspec.Struct, gc=False):
     first_token: float | None = None
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """What one engine output says about one sequence.
 
     `logprobs`, if asked for, has one row per id. `finish` ends the sequence; `stop_reason` is the
@@ -224,7 +224,7 @@ class ControlReply(msgspec.Struct, frozen=True):
     result: Any
 
 
-class Batch(msgspec.Struct):
+class Batch(msgspec.Struct, gc=False):
     """One engine message, decoded once. `dead` is the engine's own word that it is gone.
 
     `prefix_queries` and `prefix_hits` (see `EngineWork`) are those since its last message.

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import Metric
 
 from smgd.core import EngineCounts, EngineWork
-from smgd.metrics import Finished, Metrics
+from smgd.metrics import NOTES, Finished, Metrics
 from smgd.samples import (
     AGE_BOUNDS,
     HIT_RATE_SPAN,
@@ -60,7 +60,9 @@ def every_series() -> list[Metric]:
     metrics.failed("m", "chat", "no_workers")
     metrics.failed("m", "chat", "backend_error")
     metrics.chosen("m", "least_load")
-    metrics.endpoint("m", "chat").finished(
+    metrics.finished(
+        "m",
+        "chat",
         Finished(
             streaming=True,
             prompt_tokens=3,
@@ -70,7 +72,7 @@ def every_series() -> list[Metric]:
             generation=0.8,
             queue=0.01,
             prefill=0.1,
-        )
+        ),
     )
     return list(metrics.registry.collect())
 
@@ -108,6 +110,17 @@ def test_what_is_documented_as_not_exported_is_not() -> None:
 
 
 # ------------------------------------------------------------------- what is counted at an end
+
+
+def test_requests_are_counted_some_at_a_time_and_whenever_somebody_looks() -> None:
+    metrics = Metrics()
+    for number in range(1, 2 * NOTES + 2):
+        metrics.answered("POST", "/v1/completions", 200, "", 0.1)
+        counted = metrics.http_requests.labels("POST", "/v1/completions")
+        [sample] = [s for m in counted.collect() for s in m.samples]
+        assert sample.value == number // NOTES * NOTES
+    assert values(metrics, "smg_http_requests") == [2 * NOTES + 1]
+    assert b'smg_http_requests_total{method="POST",path="/v1/completions"} 65.0' in metrics.render()
 
 
 def test_only_what_an_engine_did_counts_as_its_error() -> None:

@@ -179,7 +179,11 @@ class StreamedAnswer(Answer):
         """Take a sequence's news; return its frames."""
         choice = self._choices[sequence.index]
         if choice.everyday and sequence.finish is None:
-            return self._everyday(choice, sequence)
+            pipeline = choice.pipeline
+            inside = pipeline.feed_json(sequence.take_ids())
+            frame = b"%b%b%b" % (choice.before, inside, choice.after) if inside else b""
+            finish = pipeline.finish
+            return frame if finish is None else frame + self._stop(choice, sequence, finish)
         if choice.finish is not None:
             return b""
         choice, text, rows = self._take(sequence)
@@ -192,16 +196,11 @@ class StreamedAnswer(Answer):
             frames += self._finish_frame(choice, choice.finish, rows)
         return frames
 
-    def _everyday(self, choice: Choice, sequence: Sequence) -> bytes:
-        """Return the frame of text that is not the last, and with it the last if it stops here."""
-        pipeline = choice.pipeline
-        text = pipeline.feed_json(sequence.take_ids())
-        frame = b"%b%b%b" % (choice.before, text, choice.after) if text else b""
-        if pipeline.finish is None:
-            return frame
+    def _stop(self, choice: Choice, sequence: Sequence, finish: Finish) -> bytes:
+        """End a choice whose pipeline has found a stop string; return its last frame."""
         sequence.stop()
-        self._finished(choice, pipeline.finish)
-        return frame + self._finish_frame(choice, pipeline.finish, [])
+        self._finished(choice, finish)
+        return self._finish_frame(choice, finish, [])
 
     def _open_choice(self, choice: Choice) -> bytes:
         choice.started = True

@@ -240,8 +240,10 @@ def sampling(params: GenerationParams, model: Model, tokens: int, stop: StopRule
     )
 
 
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+def _first(asked: float | None, configured: float | None, default: float) -> float:
+    if asked is not None:
+        return asked
+    return default if configured is None else configured
 
 
 def _below(param: str, value: int, minimum: int) -> ApiError:

@@ -39,7 +39,10 @@ from smgd.errors import WorkerError
 SocketKind: TypeAlias = Literal["router", "dealer", "push", "pull"]
 
 _KINDS = {"router": zmq.ROUTER, "dealer": zmq.DEALER, "push": zmq.PUSH, "pull": zmq.PULL}
-_NOBLOCK = zmq.NOBLOCK
+# Plain numbers: arithmetic of pyzmq's flags costs more than the call.
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_POLLIN = int(zmq.POLLIN)
 # Messages that may wait for one engine before a send blocks. An engine reads all the time, so a
 # full queue means that it is stuck; without a limit no send deadline would ever be reached.
 _INPUT_SEND_LIMIT = 1000
@@ -150,7 +153,10 @@ class ZmqSocket:
     def send_nowait(self, frames: Sequence[bytes]) -> None:
         """Send one message. Raises `trio.WouldBlock`, `PeerGoneError` or `TransportError`."""
         try:
-            self._raw.send_multipart(frames, _NOBLOCK)
+            # As send_multipart does, which works out the flags of every frame anew.
+            for frame in frames[:-1]:
+                self._raw.send(frame, _NOBLOCK_MORE)
+            self._raw.send(frames[-1], _NOBLOCK)
         except zmq.Again:
             raise trio.WouldBlock from None
         except zmq.ZMQError as error:
@@ -257,7 +263,7 @@ class ZmqSocket:
 
     def _has_messages(self) -> bool:
         try:
-            return bool(int(self._raw.get(zmq.EVENTS)) & zmq.POLLIN)
+            return bool(int(self._raw.get(zmq.EVENTS)) & _POLLIN)
         except zmq.ZMQError as error:
             raise _translated(error) from error
 

@@ -90,7 +90,10 @@ _ENVIRONMENT = _environment()
 def _compile(source: str) -> tuple[CompiledTemplate, ContentUse]:
     try:
         use = content_use(_ENVIRONMENT.parse(source))
-        return _ENVIRONMENT.from_string(source), use
+        template = _ENVIRONMENT.from_string(source)
+        # Jinja keeps a chain of maps, of which every rendering makes a dict anew, slowly.
+        template.globals = dict(template.globals)
+        return template, use
     except Exception as error:
         raise TemplateError(f"cannot be compiled: {_reason(error)}") from error
 

@@ -327,7 +327,9 @@ def _account(
     now = trio.current_time()
     ttft = min(first) - access.started if first else None
     queue, prefill = _engine_times(generation.sequences[0].timings)
-    service.metrics.endpoint(plan.requests[0].model, surface.endpoint).finished(
+    service.metrics.finished(
+        plan.requests[0].model,
+        surface.endpoint,
         Finished(
             streaming=plan.stream,
             prompt_tokens=usage.prompt,
@@ -337,7 +339,7 @@ def _account(
             generation=now - min(first) if first else None,
             queue=queue,
             prefill=prefill,
-        )
+        ),
     )
     worker = generation.sequences[0].worker
     access.fields.update(

@@ -23,8 +23,8 @@ from tests.bench.run import Settings, bench
 from tests.engine.rig import RigError
 
 GATEWAYS = """\
-log level warn in both: smg's default of info and smgd's line per request are off, nothing else is
-(smgd: metrics, request ids, guard; the line's fields are collected); smg with its metrics port"""
+both with their defaults, log level info included, logging to a file (smgd: metrics, request ids,
+guard, one canonical line a request; smg: its lines at info, its metrics port)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

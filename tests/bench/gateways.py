@@ -56,7 +56,7 @@ class Gateway:
             *("launch", "--worker-urls", self._worker, "--backend", "vllm"),
             *("--model-path", self._model, "--host", HOST, "--port", str(self.port)),
             *("--prometheus-host", HOST, "--prometheus-port", str(free_port())),
-            *("--log-level", "warn", *program.options),
+            *("--log-level", "info", *program.options),
         ]
         self._started = contextlib.ExitStack()
         self._gateway = self._start(name, [*program.command, *arguments], program.env)
