@@ -147,7 +147,8 @@ class Roster:
             return [Notice(str(error))]
         rank.registration = payload
         rank.lockstep = rank.told().data_parallel_size > 1
-        return self._progress(rank)
+        # It may turn out to be of the family of one that serves, and is not ready itself.
+        return [*self._settle(), *self._progress(rank)]
 
     def _progress(self, rank: Rank) -> list[SessionEvent]:
         return [] if rank.ready or not (rank.said_ready and rank.known) else self._found(rank)
@@ -208,12 +209,19 @@ class Roster:
         self._counts.adoptions += how == "adopted"
         events: list[SessionEvent] = [EngineReady(rank.index, rank.told(), how)]
         self._complete = self._complete or all(other.ready for other in self.ranks)
+        return [*events, *self._settle()]
+
+    def _settle(self) -> list[SessionEvent]:
+        """Work out who can be used; tell if that is somebody now, or nobody any more."""
         self._find_serving()
         if self.serving and self.unready is not None:
             self.unready = None
             self.undecodable = 0
-            events.append(SessionReady())
-        return events
+            return [SessionReady()]
+        if not self.serving and self.unready is None:
+            self.unready = f"waiting for {self.awaited}"
+            return [SessionLost(self.unready, 0)]
+        return []
 
     def _find_serving(self) -> None:
         self.serving = [

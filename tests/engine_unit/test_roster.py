@@ -161,3 +161,25 @@ def test_a_loss_is_told_once_nothing_goes_to_the_engine_any_more() -> None:
     events = roster.handshake(A, HELLO)
     assert events == [SessionLost(reason, 0), what_follows, SendInit(A, b"INIT")]
     assert told == [([1], "gone", [0], None), ([0], reason, [], reason)]
+
+
+def test_a_rank_does_not_serve_before_its_family_is_ready() -> None:
+    """Of two processes with two ranks each, both lost, one is started anew rank by rank."""
+    identities = [bytes([rank, 0]) for rank in range(4)]
+    roster = new_roster(4)
+    for identity, process in zip(identities, "aabb", strict=True):
+        roster.handshake(identity, HELLO)
+        roster.registration(identity, registration(instance_id=process))
+        roster.handshake(identity, READY)
+    roster.lose("slow")
+    roster.handshake(identities[0], HELLO)
+    roster.handshake(identities[1], HELLO)
+    roster.registration(identities[0], registration(instance_id="c"))
+    assert kinds(roster.handshake(identities[0], READY)) == [EngineReady, SessionReady]
+    assert roster.usable == [0]
+    [lost] = roster.registration(identities[1], registration(instance_id="c"))
+    assert isinstance(lost, SessionLost)
+    assert lost.reason.startswith("waiting for READY of engine 1")
+    assert (lost.failed, roster.usable, roster.ready) == (0, [], False)
+    assert kinds(roster.handshake(identities[1], READY)) == [EngineReady, SessionReady]
+    assert roster.usable == [0, 1]
