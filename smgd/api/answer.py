@@ -103,6 +103,10 @@ class Answer:
 
     def usage(self) -> Usage:
         """Return the tokens so far; a prompt counts once, however many choices it has."""
+        if len(self._choices) == 1:
+            [choice] = self._choices
+            prompt = len(self.requests[0].prompt_ids)
+            return Usage(prompt, choice.pipeline.completion_tokens, choice.cached)
         firsts = range(0, len(self.requests), self._per_prompt)
         groups = [self._choices[i : i + self._per_prompt] for i in firsts]
         return Usage(

@@ -165,6 +165,7 @@ class FastExchange:
     __slots__ = (
         "_framing",
         "_h1",
+        "_headers",
         "_held",
         "_remaining",
         "_request",
@@ -194,6 +195,7 @@ class FastExchange:
         self._request = request
         self._h1 = h1
         self._send_raw = h1.link.raw.send
+        self._headers: dict[bytes, bytes] | None = None
         self._held = b""
         self._writing = False  # stays true when a write was cut off: the wire is then unusable
         self._framing = Framing.NO_BODY
@@ -211,10 +213,9 @@ class FastExchange:
         )
 
     def header(self, name: bytes) -> bytes | None:
-        for key, value in self._request.headers:
-            if key == name:
-                return value
-        return None
+        if self._headers is None:  # the first of a name counts
+            self._headers = dict(reversed(self._request.headers))
+        return self._headers.get(name)
 
     async def read_body(self, limit: int) -> bytes:
         request = self._request
