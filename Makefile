@@ -25,6 +25,9 @@ test: $(READY) ## Run the tests (ARGS="..." goes to pytest)
 systemd-test: $(READY) ## Run the units under a real systemd, in namespaces of their own (root; some 40 s)
 	SMGD_TEST_SYSTEMD=1 $(BIN)/pytest tests/flows/test_units.py $(ARGS)
 
+test-stock: $(READY) ## Run the flows with HTTP/1.1 spoken by Hypercorn's stock protocols
+	SMGD_TEST_HTTP_PATH=stock $(BIN)/pytest tests/flows $(ARGS)
+
 lint: $(READY) ## Check style
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

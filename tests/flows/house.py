@@ -11,6 +11,7 @@ test.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -31,6 +32,9 @@ from smgd.daemon import Daemon, Ports
 from smgd.sim import cli as sim
 from smgd.wire.fnv import handshake_port
 from tests.flows.client import HOST, Call, chat_body, dial, fetch, post
+
+# The flows hold on both paths; `make test-stock` runs them on the other one.
+HTTP_PATH = os.environ.get("SMGD_TEST_HTTP_PATH", "fast")
 
 # Seconds; what takes longer is broken.
 PATIENCE = 10.0
@@ -195,6 +199,11 @@ class House:
         """Requests that the HTTP side works on."""
         return int(sample(self.daemon.metrics.render().decode(), "smg_http_inflight_requests"))
 
+    @property
+    def connections(self) -> int:
+        """Connections of the HTTP port that are open."""
+        return int(sample(self.daemon.metrics.render().decode(), "smg_http_connections_active"))
+
     def logged(self, event: str) -> list[LogLine]:
         """Return the log lines with an event."""
         return [line for line in self.lines if line["event"] == event]
@@ -293,7 +302,8 @@ def tables_of(
     """Return a configuration: any free port, no window before the end, unless `tables` say so."""
     return {
         **tables,
-        "server": {"host": HOST, "port": 0, "drain_window": 0.0} | tables.get("server", {}),
+        "server": {"host": HOST, "port": 0, "drain_window": 0.0, "http_path": HTTP_PATH}
+        | tables.get("server", {}),
         "metrics": {"port": 0},
         "models": tables.get("models", {model_path: {}}),
         "workers": [{"url": f"ipc://{path}"} for path in paths],
