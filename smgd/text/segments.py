@@ -32,12 +32,12 @@ _SAMPLE = ("user\nHello,  world!\n", " ", "\n", "x", "  indented\tline ", "Züri
 
 def splitter(backend: Tokenizer) -> re.Pattern[str] | None:
     """Return a pattern for the tokens at which texts may be cut, or None if none is proven."""
-    added = list(backend.get_added_tokens_decoder().values())
-    cuts = {token.content for token in added if _is_plain(token)}
-    others = [token.content for token in added if not token.normalized and not _is_plain(token)]
-    if not cuts or _looks_at_start(json.loads(backend.to_str()).get("pre_tokenizer")):
+    cuts = cut_tokens(backend)
+    added = backend.get_added_tokens_decoder()
+    others = [token for token in added.values() if token.content not in cuts]
+    if not cuts or any(map(_looks_at_start, steps(backend.pre_tokenizer, "pretokenizers"))):
         return None
-    if any(_overlap(cut, other) for cut in cuts for other in others):
+    if any(_compete(added[cut], other) for cut in cuts.values() for other in others):
         return None
     # The search in the backend prefers the longest of the tokens that begin at a place.
     longest_first = sorted(cuts, key=len, reverse=True)
@@ -45,20 +45,56 @@ def splitter(backend: Tokenizer) -> re.Pattern[str] | None:
     return pattern if _agrees(backend, pattern, longest_first) else None
 
 
+def steps(component: Any, members: str) -> list[dict[str, Any]]:
+    """Return the description of a component, that of a sequence as those of its members."""
+    if component is None:
+        return []
+    # The pickled state is the JSON; `Tokenizer.to_str` would write out the whole vocabulary.
+    return _flat(json.loads(component.__getstate__()), members)
+
+
+def _flat(step: dict[str, Any], members: str) -> list[dict[str, Any]]:
+    if step.get("type") != "Sequence":
+        return [step]
+    return [inner for member in step[members] for inner in _flat(member, members)]
+
+
+def cut_tokens(backend: Tokenizer) -> dict[str, int]:
+    """Return the added tokens that are found wherever they stand and take nothing else.
+
+    Those marked `normalized` are searched for after the others, in what the normalizer makes of
+    the rest: where there is none, it is all the same unless they overlap.
+    """
+    added = backend.get_added_tokens_decoder()
+    first = [token.content for token in added.values() if not token.normalized]
+    is_silent = not steps(backend.normalizer, "normalizers")
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if _is_plain(token)
+        and (not token.normalized or (is_silent and not overlaps(token.content, first)))
+    }
+
+
 def _is_plain(token: AddedToken) -> bool:
-    unusual = token.normalized or token.lstrip or token.rstrip or token.single_word
-    return bool(token.content) and not unusual
+    return bool(token.content) and not (token.lstrip or token.rstrip or token.single_word)
 
 
-def _looks_at_start(pre_tokenizer: Any) -> bool:
-    if not isinstance(pre_tokenizer, dict):
-        return False
-    if pre_tokenizer.get("type") == "Metaspace":
-        return pre_tokenizer.get("prepend_scheme") == "first"
-    return any(map(_looks_at_start, pre_tokenizer.get("pretokenizers", ())))
+def _compete(cut: AddedToken, other: AddedToken) -> bool:
+    """Tell whether a search may find the other token where the text would be cut."""
+    return cut.normalized == other.normalized and overlap(cut.content, other.content)
 
 
-def _overlap(one: str, other: str) -> bool:
+def _looks_at_start(step: dict[str, Any]) -> bool:
+    return step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first"
+
+
+def overlaps(token: str, others: Iterable[str]) -> bool:
+    """Tell whether a token can claim the same characters as any of the others."""
+    return any(overlap(token, other) for other in others)
+
+
+def overlap(one: str, other: str) -> bool:
     """Tell whether two tokens can claim the same characters."""
     if one in other or other in one:
         return True

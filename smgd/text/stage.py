@@ -2,6 +2,8 @@
 
 A thread costs 60 to 190 us per call, and encoding 0.6 us per token: below some thousand tokens the
 thread is the greater delay for everybody. Above, the loop would stand still for milliseconds.
+What is counted is only what has to be encoded: known segments and words are looked up on the loop,
+which gives way to streams after every few thousand characters.
 `Tokenizer.encode` releases the GIL, without which a thread would gain nothing.
 """
 
@@ -14,11 +16,15 @@ import trio
 
 from smgd.text.detok import Detokenizer
 from smgd.text.tokenizer import Tokenizer
+from smgd.text.words import Draft
 
 T = TypeVar("T")
 
 # Under 3000 tokens of English, 1 to 2 ms.
 THRESHOLD_BYTES = 12_288
+# Some 0.2 ms: a burst of such prompts gives way to streams by turns (`web/turns.py`), and a task
+# switch for each would cost a fifth of the time.
+QUICK_BYTES = 1024
 # Token ids that are decoded at one go, well under a millisecond.
 DECODE_SLICE = 4096
 # More threads than this only compete with the loop for cores.
@@ -40,7 +46,10 @@ class TextStage:
     async def encode(
         self, tokenizer: Tokenizer, text: str, add_special_tokens: bool = False
     ) -> list[int]:
-        """Return the ids of a text. On cancellation a thread's work is abandoned, not awaited."""
+        """Return the ids of a text; a checkpoint only if that takes long.
+
+        On cancellation a thread's work is abandoned, not awaited.
+        """
         cache = tokenizer.segments
         if cache is None or add_special_tokens:
             return await self._at_best(
@@ -49,17 +58,32 @@ class TextStage:
         parts = cache.look_up(text)
         new = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
         if not new:
-            await trio.lowlevel.checkpoint()
             return cache.assemble(parts, {})
-        ids = await self._at_best(sum(map(_weight, new)), lambda: tokenizer.encode_all(new))
+        ids = await self._encode_all(tokenizer, new)
         return cache.assemble(parts, dict(zip(new, ids, strict=True)))
+
+    async def _encode_all(self, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+        if tokenizer.words is None:
+            return await self._at_best(
+                sum(map(_weight, texts)), lambda: tokenizer.encode_all(texts)
+            )
+        draft = Draft(tokenizer.words)
+        for _ in tokenizer.words.look_up(draft, texts):
+            await trio.lowlevel.checkpoint()
+        unknown = draft.unknown
+        if not unknown:
+            return draft.finish([])
+        return draft.finish(
+            await self._at_best(_weight(unknown), lambda: tokenizer.encode(unknown))
+        )
 
     async def _at_best(self, weight: int, fn: Callable[[], T]) -> T:
         """Run a function on the loop if its text is short, else in a thread."""
         if weight > self.threshold_bytes:
             return await self._run(fn)
-        # A burst of requests gives way to running streams between one prompt and the next.
-        await trio.lowlevel.checkpoint()
+        if weight > QUICK_BYTES:
+            # A burst of requests gives way to running streams between one prompt and the next.
+            await trio.lowlevel.checkpoint()
         return fn()
 
     async def decode(

@@ -8,8 +8,9 @@ tokens that tokenizer_config.json calls special are, even where tokenizer.json d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from smgd.errors import ModelError
 from smgd.text.hub import read_json
 from smgd.text.segments import SegmentCache, splitter
 from smgd.text.vocab import Vocabulary
+from smgd.text.words import word_cache
+
+# The library's own threads double what several short texts take; it looks when it first encodes.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # What slow tokenizers keep their vocabulary in.
 _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt",
@@ -33,7 +38,8 @@ class Tokenizer:
     `special_ids` are all that `skip_special_tokens` hides. `vocab_size` counts tokens;
     `longest_token` is in characters, and no token stands for more of a text than that;
     `eos_token_id` is None if no token is named so. `segments` remembers the ids of pieces of
-    prompts, where this tokenizer allows it; it belongs to the event loop's thread alone.
+    prompts and `words` those of words, where this tokenizer allows it; both belong to the event
+    loop's thread alone.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
@@ -48,6 +54,7 @@ class Tokenizer:
         self.longest_token = max(map(len, backend.get_vocab()), default=1)
         pattern = splitter(backend)
         self.segments = None if pattern is None else SegmentCache(pattern)
+        self.words = None if pattern is None else word_cache(backend)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -66,16 +73,15 @@ class Tokenizer:
 
         What a chat template has rendered is encoded without special tokens: it has its own.
         """
-        try:
-            return self._encode(text, add_special_tokens)
-        except TypeError:  # half of a surrogate pair: JSON can spell one, UTF-8 cannot
-            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._encode(whole, add_special_tokens)
+        return self._encode([text], add_special_tokens)[0]
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        encode = partial(self.backend.encode_batch_fast, add_special_tokens=add_special_tokens)
+        try:
+            encodings = encode(texts)
+        except TypeError:  # half of a surrogate pair: JSON can spell one, UTF-8 cannot
+            encodings = encode([_without_surrogates(text) for text in texts])
+        return [encoding.ids for encoding in encodings]
 
     def _only_token(self, text: str) -> int | None:
         """Return the id of the token that a text is, if it is one and that token nothing else."""
@@ -86,8 +92,7 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, without special tokens. Releases the GIL as well."""
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return self._encode(texts, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids; ids that no token has are skipped."""
@@ -96,6 +101,10 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it."""
         return self.backend.token_to_id(token)
+
+
+def _without_surrogates(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _load_backend(directory: Path) -> tokenizers.Tokenizer:

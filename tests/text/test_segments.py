@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from smgd.text import segments
 from smgd.text.model import load_model
-from smgd.text.segments import SegmentCache, splitter
+from smgd.text.segments import SegmentCache, cut_tokens, splitter
 from smgd.text.stage import TextStage
 from smgd.text.tokenizer import Tokenizer as SmgdTokenizer
 
@@ -65,6 +65,8 @@ PROVEN = {
     "prepending normalizer": make(prepending),
     "further tokens that swallow spaces": make(adding(AddedToken("xy", lstrip=True, rstrip=True))),
     "further tokens after the normalizer": make(adding(AddedToken("<|a", normalized=True))),
+    "normalized tokens, nothing normal": make(adding(AddedToken("xy", normalized=True))),
+    "normalized tokens that overlap": make(adding(AddedToken("|>x", normalized=True))),
     "built-in": load_model("smgd-sim").tokenizer.backend,
 }
 
@@ -74,6 +76,9 @@ UNPROVEN = {
     "metaspace first, nested": make(nested_first),
     "a token that contains one and swallows": make(
         adding(AddedToken("<|a|>\n", normalized=False, rstrip=True))
+    ),
+    "a token that swallows overlaps one marked normalized": make(
+        adding(AddedToken("xy", normalized=True), AddedToken("yx", normalized=True, lstrip=True))
     ),
     "a token that overlaps one and swallows": make(
         adding(AddedToken("x<|", normalized=False, lstrip=True))
@@ -111,6 +116,24 @@ async def test_equal_to_plain_encoding_cold_and_warm(name: str, conversation: li
     for text in [*conversation, "".join(conversation), *conversation]:
         expected = backend.encode(text, add_special_tokens=False).ids
         assert await stage.encode(tokenizer, text) == expected
+
+
+def test_tokens_marked_normalized_are_cut_at_if_nothing_is() -> None:
+    tokens = adding(AddedToken("xy", normalized=True), AddedToken("|>x", normalized=True))
+
+    def lowering(backend: Tokenizer) -> None:
+        backend.normalizer = normalizers.Lowercase()
+        tokens(backend)
+
+    assert cut_tokens(make(tokens)).keys() == {*SPECIALS, "xy"}
+    assert cut_tokens(make(lowering)).keys() == set(SPECIALS)
+
+
+async def test_half_of_a_surrogate_pair() -> None:
+    tokenizer = SmgdTokenizer(make(), {})
+    assert tokenizer.words is None
+    text = "<|a|>one \ud83d<|b|>"
+    assert await TextStage().encode(tokenizer, text) == tokenizer.encode(text)
 
 
 async def test_what_is_known_is_not_encoded_again() -> None:

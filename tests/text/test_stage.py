@@ -11,7 +11,7 @@ import trio.testing
 
 from smgd.errors import ModelError
 from smgd.text.model import load_model
-from smgd.text.stage import TextStage
+from smgd.text.stage import QUICK_BYTES, TextStage
 from smgd.text.tokenizer import Tokenizer
 from tests.text.make_model import make_backend, write_model
 
@@ -57,15 +57,22 @@ async def test_the_threshold_counts_double_beyond_ascii(
     assert finished
 
 
-async def test_encoding_is_a_checkpoint_and_can_be_cancelled(tokenizer: Tokenizer) -> None:
-    stage = TextStage(threshold_bytes=10)
-    for text in ("short", "longer than ten"):
+async def test_encoding_for_long_is_a_checkpoint_and_can_be_cancelled(tokenizer: Tokenizer) -> None:
+    unknown = "".join(f"x{number}y" for number in range(QUICK_BYTES // 3))
+    for stage in (TextStage(), TextStage(threshold_bytes=10)):  # on the loop, and in a thread
         with trio.testing.assert_checkpoints():
-            await stage.encode(tokenizer, text)
+            await stage.encode(tokenizer, f"one{unknown}{stage.threshold_bytes}")
         with trio.CancelScope() as scope:
             scope.cancel()
-            await stage.encode(tokenizer, text)
+            await stage.encode(tokenizer, f"two{unknown}{stage.threshold_bytes}")
         assert scope.cancelled_caught
+
+
+async def test_encoding_a_few_words_takes_no_task_switch(tokenizer: Tokenizer) -> None:
+    stage = TextStage()
+    for text in ("a few words", "a few words", "a few more of them"):
+        with trio.testing.assert_no_checkpoints():
+            assert await stage.encode(tokenizer, text) == tokenizer.encode(text)
 
 
 async def test_the_loop_goes_on_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
