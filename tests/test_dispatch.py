@@ -223,7 +223,7 @@ async def test_the_hook_decides_whether_the_task_wakes() -> None:
             sequence.touch()
 
     async with house.dispatcher.generation([request()]) as generation:
-        generation.hook = hook
+        generation.set_hook(hook)
         async with trio.open_nursery() as nursery:
             done = trio.Event()
 

@@ -75,6 +75,9 @@ class Choice:
 class Answer:
     """What streamed and whole answers share. `done` once every choice has its finish."""
 
+    __slots__ = (
+        "_choices", "_context", "_format", "_open", "_per_prompt", "done", "eager", "requests",
+    )  # fmt: skip
     stream: bool
 
     def __init__(
@@ -153,6 +156,7 @@ class Answer:
 class StreamedAnswer(Answer):
     """Frames: the opening one, text, one finish for each choice, usage, `[DONE]`."""
 
+    __slots__ = ("_opening", "_tail", "_usage_always", "_usage_at_end")
     stream = True
 
     def __init__(
@@ -244,6 +248,7 @@ class StreamedAnswer(Answer):
 class WholeAnswer(Answer):
     """An answer in one body."""
 
+    __slots__ = ()
     stream = False
 
     def feed(self, sequence: Sequence) -> bytes:

@@ -25,6 +25,8 @@ THRESHOLD_BYTES = 12_288
 # Some 0.2 ms: a burst of such prompts gives way to streams by turns (`web/turns.py`), and a task
 # switch for each would cost a fifth of the time.
 QUICK_BYTES = 1024
+# Ids of a prompt on which whoever works with them spends some 0.1 ms.
+LONG_PROMPT = 4096
 # Token ids that are decoded at one go, well under a millisecond.
 DECODE_SLICE = 4096
 # More threads than this only compete with the loop for cores.
@@ -59,8 +61,12 @@ class TextStage:
         new = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
         if not new:
             return cache.assemble(parts, {})
-        ids = await self._encode_all(tokenizer, new)
-        return cache.assemble(parts, dict(zip(new, ids, strict=True)))
+        found = await self._encode_all(tokenizer, new)
+        ids = cache.assemble(parts, dict(zip(new, found, strict=True)))
+        if len(ids) > LONG_PROMPT:
+            # To put them together took a while, and to check and send them takes as long again.
+            await trio.lowlevel.checkpoint()
+        return ids
 
     async def _encode_all(self, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
         if tokenizer.words is None:

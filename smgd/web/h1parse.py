@@ -190,6 +190,8 @@ def _origin_form(target: bytes, method: str) -> bytes:
 
 def _check_head(request: Request) -> None:
     """Read what frames the request from its headers. Raises `Refusal`."""
+    if request.version == "0.9":  # or none: llhttp refuses such a line by itself, but not always
+        raise Refusal(400, "Malformed request: no version of HTTP that is known")
     if request.version not in ("1.1", "1.0"):
         raise Refusal(505, f"HTTP/{request.version} is not supported here")
     hosts = 0

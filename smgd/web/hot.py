@@ -198,7 +198,7 @@ async def _whole(
         if plan.done:
             sequence.touch()
 
-    generation.hook = feed if plan.eager else _wait_for_finish
+    generation.set_hook(feed if plan.eager else _wait_for_finish)
     while not plan.done:
         for sequence in await generation.wait():
             plan.feed(sequence)
@@ -267,7 +267,7 @@ class _Direct:
         """
         self.stuck = False
         generation = self.generation
-        generation.hook = self if self.exchange.can_write_nowait else None
+        generation.set_hook(self if self.exchange.can_write_nowait else None)
         quiet = 0
         try:
             while quiet < 2:
@@ -277,7 +277,7 @@ class _Direct:
                 quiet = 0 if self.wrote else quiet + 1
             return None
         finally:
-            generation.hook = None
+            generation.set_hook(None)
 
 
 async def _stream(

@@ -96,6 +96,12 @@ def test_damage_is_refused_or_harmless(requests: list[bytes], data: st.DataObjec
     assert parse(*cut(bytes(damaged), data.draw(PLACES))) == whole
 
 
+def test_a_line_without_a_version_is_malformed_wherever_it_is_cut() -> None:
+    offer = b"POST / HTTP/1.1\r\nHost: t\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    data = offer + b"POST /!HTTP/1.1\r\nHost: t\r\n\r\n"
+    assert {parse(*cut(data, [place])).refused for place in range(len(data))} == {400}
+
+
 @given(st.binary(max_size=300))
 @example(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 @example(b"GET /\r\n\r\n")
@@ -119,7 +125,7 @@ def post(*headers: str, body: bytes = b"", version: str = "1.1") -> bytes:
         (post("Host: b"), 400),
         (b"POST /p HTTP/1.1\r\n\r\n", 400),
         (b"POST /p HTTP/2.0\r\nHost: a\r\n\r\n", 505),
-        (b"GET /p\r\n\r\n", 505),
+        (b"GET /p\r\n\r\n", 400),
         (b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", 405),
         (b"GET p HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
