@@ -24,6 +24,16 @@ TOKENS = 40
 Spoil = Callable[[Any], None]
 
 
+class Spoiled:
+    """A plan of which single methods can be replaced."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+
 def breaks_at(count: int) -> Spoil:
     """Spoil a plan: the so many-th `feed` raises."""
 
@@ -58,10 +68,12 @@ def spoiled(surface: Surface, spoil: Spoil) -> Surface:
     plan_of = surface.plan
 
     async def plan(request: Any, context: PlanContext) -> Plan:
-        plan = await plan_of(request, context)
-        if VICTIM in context.model.tokenizer.decode(plan.requests[0].prompt_ids):
-            spoil(plan)
-        return plan
+        made: Plan = await plan_of(request, context)
+        if VICTIM not in context.model.tokenizer.decode(made.requests[0].prompt_ids):
+            return made
+        victim: Any = Spoiled(made)
+        spoil(victim)
+        return victim  # type: ignore[no-any-return]
 
     return msgspec.structs.replace(surface, plan=plan)
 
