@@ -26,11 +26,12 @@ from tokenizers import (
     trainers,
 )
 
-from smgd.text import words
+from smgd.text import cuts, words
+from smgd.text.cuts import PARTIAL_PATTERNS, PATTERNS, PIECES
 from smgd.text.model import load_model
 from smgd.text.stage import TextStage
 from smgd.text.tokenizer import Tokenizer as SmgdTokenizer
-from smgd.text.words import PARTIAL_PATTERNS, PATTERNS, PIECES, Draft, word_cache
+from smgd.text.words import Draft, word_cache
 from tests.text import small
 
 SMOLLM2 = Path("~/.cache/smgd-engine/models/smollm2-135m-instruct").expanduser()
@@ -181,12 +182,11 @@ def test_other_tokenizers_have_no_cache(name: str) -> None:
     assert word_cache(UNPROVEN[name]()) is None
 
 
-@pytest.mark.parametrize("breaking", ["whole", "words"])
 def test_the_sample_catches_what_the_description_does_not_tell(
-    breaking: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = make(split(r"\w+ \w+|" + PATTERNS["gpt2"]), byte_level())
-    monkeypatch.setattr(words, "_is_independent", lambda _: True)
+    monkeypatch.setattr(cuts, "_is_independent", lambda _: True)
     assert word_cache(backend) is None
 
 
