@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smgd.core import Delta, EngineInfo, EngineLoad
+from smgd.core import Delta, EngineInfo, EngineLoad, Write
 from smgd.engine.dialects.vllm import VllmDialect
 from smgd.engine.events import (
     AbortForeign,
@@ -319,6 +319,56 @@ def test_a_receiver_may_abort_itself_and_its_siblings() -> None:
     session.submit(request("r1"), stopping)
     session.submit(request("r2"), sibling)
     assert aborted([*session.roster.lose("gone"), *stopping.sent[2:]]) == ["r1", "r2"]
+
+
+# ------------------------------------------------------------------- rendering, then writing
+
+
+class Writing(Inbox):
+    """Notes in `steps` when it renders and when it writes, and raises at the step that is given."""
+
+    def __init__(self, name: str, steps: list[str], bad: str = "") -> None:
+        super().__init__()
+        self.name = name
+        self.steps = steps
+        self.bad = bad
+
+    def _step(self, what: str) -> None:
+        if what == self.bad:
+            raise ZeroDivisionError(what)
+        self.steps.append(f"{what} {self.name}")
+
+    def flush(self) -> Write:  # type: ignore[override]
+        self._step("render")
+        return lambda: self._step("write")
+
+
+def test_all_render_before_the_first_writes() -> None:
+    session = ready_session()
+    steps: list[str] = []
+    for name in ("r1", "r2", "r3"):
+        session.submit(request(name), Writing(name, steps))
+    session.receive([outputs(("r2", [5], None), ("r1", [6], None))])
+    session.receive([outputs(("r2", [7], None))])
+    assert session.flush() == []
+    assert steps == ["render r2", "render r1", "write r2", "write r1"]
+
+
+@pytest.mark.parametrize("bad", ["render", "write"])
+def test_who_cannot_render_or_write_ends_alone(bad: str) -> None:
+    session = ready_session()
+    steps: list[str] = []
+    broken = Writing("r1", steps, bad)
+    session.submit(request("r1"), broken)
+    session.submit(request("r2"), Writing("r2", steps))
+    session.receive([outputs(("r1", [5], None), ("r2", [6], None))])
+    events = session.flush()
+    assert aborted(events) == ["r1"]
+    assert [str(error) for error in broken.errors] == [bad]
+    assert steps[-1] == "write r2"
+    session.receive([outputs(("r1", [7], None), ("r2", [8], None))])
+    assert session.flush() == []
+    assert steps[-2:] == ["render r2", "write r2"]
 
 
 # ------------------------------------------------------------------------------------ loss
