@@ -246,7 +246,7 @@ class Metrics:
             "smg_http_connections_active", "Open connections of clients", registry=reg
         )
 
-    def note(self, count: Callable[..., None], *what: object) -> None:
+    def _note(self, count: Callable[..., None], *what: object) -> None:
         """Call `count` with `what` at the latest when somebody looks.
 
         To count one request takes some hundred lines of the library, which nothing else runs. Many
@@ -266,11 +266,11 @@ class Metrics:
         self, method: str, route: str, status: int, error_code: str, seconds: float
     ) -> None:
         """Count an HTTP request that has ended; all of its labels are from bounded sets."""
-        self.note(self._answered, method, route, status, error_code, seconds)
+        self._note(self._answered, method, route, status, error_code, seconds)
 
     def finished(self, model: str, endpoint: str, what: Finished) -> None:
         """Count a generation that has ended, of a configured model."""
-        self.note(self.endpoint(model, endpoint).finished, what)
+        self._note(self.endpoint(model, endpoint).finished, what)
 
     def _answered(
         self, method: str, route: str, status: int, error_code: str, seconds: float

@@ -41,7 +41,7 @@ HOMES = {
 PURE = (
     "core", "errors", "wire", "parse", "engine/roster", "engine/session", "engine/dialects",
     "engine/guard", "engine/ranks", "text/detok", "text/stops", "text/template", "text/pipeline",
-    "text/cuts", "text/segments", "text/words",
+    "text/cuts", "text/description", "text/segments", "text/words",
     "workers/lifecycle", "workers/policies", "web/admission", "web/auth", "web/cors",
 )  # fmt: skip
 IO_PACKAGES = {"trio", "zmq", "socket", "threading", "asyncio", "hypercorn", "quart"}

@@ -33,7 +33,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from smgd.text.segments import cut_tokens, overlaps, steps
+from smgd.text.description import steps
+from smgd.text.segments import overlaps
 
 _ODD = r"[^\0-&(-\x7f]"  # an apostrophe, or not ASCII: a letter before it is no place to cut
 _GAP = r"[^ A-Za-z]*+(?:(?<=[\s\u180e]) +(?![!-/:-~])[^ A-Za-z]*+)*"  # up to a letter or a cut
@@ -90,13 +91,12 @@ def divide(ids: list[int], separator: int) -> list[list[int]]:
     return [*divided, ids[start:]]
 
 
-def separator_of(backend: Tokenizer) -> str | None:
-    """Return an added token that can stand between words, or None where words are not independent.
+def separator_of(backend: Tokenizer, tokens: Mapping[str, int]) -> str | None:
+    """Return the added token that can stand between words, or None where words are not independent.
 
     The tokenizer has to be one whose texts may be cut at added tokens, about which
-    `smgd.text.segments.splitter` tells.
+    `smgd.text.segments.splitter` tells; `tokens` are its `cut_tokens`.
     """
-    tokens = cut_tokens(backend)
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     # A token that is no cut would split words, or stand for white space beside it.
     if added != tokens.keys() or not _is_independent(backend):

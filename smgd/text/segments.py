@@ -13,7 +13,6 @@ swallows spaces beside it, say) may overlap with one that is.
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections import OrderedDict
@@ -21,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+
+from smgd.text.description import steps
 
 # Bytes of keys and ids together. A conversation of 8,000 tokens takes about 70 KB.
 CACHE_BYTES = 32 * 1024 * 1024
@@ -43,20 +44,6 @@ def splitter(backend: Tokenizer) -> re.Pattern[str] | None:
     longest_first = sorted(cuts, key=len, reverse=True)
     pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
     return pattern if _agrees(backend, pattern, longest_first) else None
-
-
-def steps(component: Any, members: str) -> list[dict[str, Any]]:
-    """Return the description of a component, that of a sequence as those of its members."""
-    if component is None:
-        return []
-    # The pickled state is the JSON; `Tokenizer.to_str` would write out the whole vocabulary.
-    return _flat(json.loads(component.__getstate__()), members)
-
-
-def _flat(step: dict[str, Any], members: str) -> list[dict[str, Any]]:
-    if step.get("type") != "Sequence":
-        return [step]
-    return [inner for member in step[members] for inner in _flat(member, members)]
 
 
 def cut_tokens(backend: Tokenizer) -> dict[str, int]:

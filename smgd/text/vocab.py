@@ -15,7 +15,6 @@ decoder has no layout and is asked itself, each time (see `detok`).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
+
+from smgd.text.description import describe, flat
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SAMPLE = 512  # tokens that are compared with `decode` at construction: about 2 ms
@@ -110,9 +111,7 @@ class Vocabulary:
         self.added: dict[int, str] = {i: token.content for i, token in tokens.items()}
         self.special: dict[int, str] = {i: t.content for i, t in tokens.items() if t.special}
         self.layout: Layout | None = None
-        # A decoder's pickled state is its JSON; `to_str` would write out the whole vocabulary.
-        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
-        layout = read_layout(decoder)
+        layout = read_layout(describe(backend.decoder))
         if layout is not None and self._agrees(layout):
             self.layout = layout
         shown, hidden = Bytes(self, frozenset()), Bytes(self, frozenset(self.special))
@@ -191,7 +190,7 @@ def _spell_all(layout: Layout, tokens: list[str]) -> str:
 
 def read_layout(decoder: dict[str, Any] | None) -> Layout | None:
     """Recognise a decoder from its JSON; None for one whose tokens are not plain bytes."""
-    match _flat(decoder):
+    match flat(decoder, "decoders"):
         case [{"type": "ByteLevel"}]:
             return Layout(_byte_level)
         case [{"type": "Metaspace", "replacement": str(mark), "prepend_scheme": str(scheme)}]:
@@ -206,14 +205,6 @@ def read_layout(decoder: dict[str, Any] | None) -> Layout | None:
         ] if space.isascii():
             return _byte_fallback(replacing, strip=space.encode())
     return None
-
-
-def _flat(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
-        return []
-    if decoder["type"] == "Sequence":
-        return [leaf for part in decoder["decoders"] for leaf in _flat(part)]
-    return [decoder]
 
 
 def _byte_alphabet() -> dict[str, int]:

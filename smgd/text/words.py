@@ -240,5 +240,6 @@ def _cut_after(text: str, place: int) -> int:
 
 def word_cache(backend: Tokenizer) -> WordCache | None:
     """Return a cache for a tokenizer, or None for one whose words depend on what is around them."""
-    separator = separator_of(backend)
-    return None if separator is None else WordCache(cut_tokens(backend), separator)
+    tokens = cut_tokens(backend)
+    separator = separator_of(backend, tokens)
+    return None if separator is None else WordCache(tokens, separator)
