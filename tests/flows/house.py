@@ -26,6 +26,7 @@ import msgspec
 import structlog
 import trio
 from prometheus_client.parser import text_string_to_metric_families
+from trio.testing import wait_all_tasks_blocked
 
 from smgd.config.load import convert
 from smgd.daemon import Daemon, Ports
@@ -205,8 +206,17 @@ class House:
         return int(sample(self.daemon.metrics.render().decode(), "smg_http_connections_active"))
 
     def logged(self, event: str) -> list[LogLine]:
-        """Return the log lines with an event."""
+        """Return the log lines with an event; for requests' own, see `requests`."""
         return [line for line in self.lines if line["event"] == event]
+
+    async def requests(self) -> list[LogLine]:
+        """Return the lines of the requests that have ended.
+
+        A line is written, and its request counted, after the last byte of the answer: a client may
+        be here first.
+        """
+        await wait_all_tasks_blocked()
+        return self.logged("request")
 
     def take_errors(self) -> list[str]:
         """Return the events of all lines at error level, once."""
@@ -286,7 +296,8 @@ class House:
         return answer.status, answer.json
 
     async def metric(self, name: str, **labels: str) -> float:
-        """Return one value of /metrics."""
+        """Return one value of /metrics; what clients have the answer of is counted in it."""
+        await wait_all_tasks_blocked()
         page = await fetch(self.metrics_port, "/metrics")
         return sample(page.body.decode(), name, **labels)
 

@@ -71,7 +71,7 @@ async def test_who_came_first_is_served_first(start: Start, http_path: str) -> N
         await answer.read()
         assert answer.status == 200
     await house.quiet()
-    served = [line for line in house.logged("request") if line["status"] == 200]
+    served = [line for line in await house.requests() if line["status"] == 200]
     assert [line["completion_tokens"] for line in served] == [1, 2]
     assert all(line["queued_ms"] > 0 for line in served)
 

@@ -109,7 +109,7 @@ async def test_who_leaves_frees_the_engine_with_one_abort(
     await house.barrier()
     adds = house.tally.adds[:-1]  # the last is the barrier's
     assert sorted(house.tally.aborts) == sorted(adds[: 3 * aborted])
-    statuses = {line["status"] for line in house.logged("request")[:-1]}
+    statuses = {line["status"] for line in (await house.requests())[:-1]}
     if aborted or leave is leave_with_half_a_body:
         assert statuses == {499}
 
@@ -155,7 +155,7 @@ async def test_nothing_is_left_of_a_hundred_rounds(start: Start) -> None:
         await round_of_all()
     await all_gone(idle)
     assert descriptors() == before
-    finished = [line for line in house.logged("request") if line["status"] == 200]
+    finished = [line for line in await house.requests() if line["status"] == 200]
     assert len(finished) == 11 + 2
     assert len(house.tally.adds) == len(house.tally.aborts) + len(finished)
 
@@ -173,7 +173,7 @@ async def test_a_client_that_leaves_during_tokenization_never_reaches_the_engine
     await until(lambda: limiter.borrowed_tokens == 0)
     await house.barrier()
     assert len(house.tally.adds) == 1
-    assert [line["status"] for line in house.logged("request")] == [499, 200]
+    assert [line["status"] for line in await house.requests()] == [499, 200]
 
 
 async def test_who_only_closes_the_sending_side_gets_a_short_answer(start: Start) -> None:
@@ -285,7 +285,7 @@ async def test_a_stalled_reader_is_cut_and_disturbs_nobody(start: Start) -> None
     assert stalled.cut
     await house.barrier()
     assert sorted(house.tally.aborts) == sorted(names)
-    [line] = [line for line in house.logged("request") if line["status"] != 200]
+    [line] = [line for line in await house.requests() if line["status"] != 200]
     assert line["status"] == 499
 
 

@@ -36,7 +36,7 @@ async def test_two_hundred_streams_at_once_are_as_each_alone(start: Start) -> No
         assert call.text() == alone[seed].text()
     await house.barrier()
     assert house.tally.aborts == []
-    requests = house.logged("request")
+    requests = await house.requests()
     assert len(requests) == 200 + len(seeds) + 1
     assert len({line["request_id"] for line in requests}) == len(requests)
 

@@ -343,7 +343,7 @@ async def test_request_ids_are_echoed(start: Start) -> None:
         assert listed.headers["x-request-id"] == "list-1"
 
     await sdk(house.port, use)
-    assert [line["request_id"] for line in house.logged("request")][:1] == ["mine-42"]
+    assert [line["request_id"] for line in await house.requests()][:1] == ["mine-42"]
 
 
 @pytest.mark.parametrize("chunks", [[1], [1, 3, 0, 2], [7], [10_000]])

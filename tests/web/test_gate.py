@@ -287,7 +287,7 @@ async def test_who_waits_for_too_long_is_told_so(
             assert call.headers["retry-after"] == "1"
         rejected = await walk.house.metric("smg_admission_queue_rejected_total", reason="timeout")
         assert rejected == len(hot)
-        [*lines] = [line for line in walk.house.logged("request") if line["status"] == 503]
+        [*lines] = [line for line in await walk.house.requests() if line["status"] == 503]
         assert len(lines) == len(hot)
         assert all(line["queued_ms"] >= 20 for line in lines)
 

@@ -132,7 +132,7 @@ async def test_what_can_be_judged_at_once_is_refused_at_once(
 ) -> None:
     async with api_house(nursery) as api:
         assert text in await api.refused(**fields)
-        assert text in api.house.logged("request")[-1]["reason"]
+        assert text in (await api.house.requests())[-1]["reason"]
         assert await api.list() == []
         assert api.house.daemon.catalog.ids == ["smgd-sim"]
 
@@ -406,7 +406,7 @@ async def test_a_label_brings_a_model_and_its_last_worker_takes_it_away(
             answer = await api.house.ask("hello", model="second", max_tokens=1)
             assert (answer.status, answer.json["model"]) == (200, "second")
         assert (await api.house.ask("hello")).error["code"] == "missing_required_parameter"
-        adds = [line["worker"] for line in api.house.logged("request") if line.get("worker")]
+        adds = [line["worker"] for line in await api.house.requests() if line.get("worker")]
         assert set(adds) == {api.urls[1], api.urls[2]}
         await api.remove(first)
         assert (await api.house.ask("hello", model="second", max_tokens=1)).status == 200
