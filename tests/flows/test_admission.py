@@ -203,7 +203,7 @@ async def test_a_stop_lets_the_queue_go_on_and_then_sends_it_away(
     start: Start, http_path: str
 ) -> None:
     limits = {"max_concurrent_requests": 1, "queue_size": 5}
-    server = {"http_path": http_path, "shutdown_grace": 0.3}
+    server = {"http_path": http_path, "shutdown_grace": 2.0}
     house = await start(*PACE, replies=[ENDLESS], limits=limits, server=server)
     [first] = await occupy(house)
     second = await house.call("endless", stream=True)

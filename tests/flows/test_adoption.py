@@ -21,7 +21,7 @@ async def town(nursery: trio.Nursery) -> AsyncIterator[Town]:
     with short_directory(1) as directory:
         town = Town(nursery, directory, [ENDLESS])
         yield town
-        town.close()
+        await town.close()
 
 
 async def test_a_killed_daemon_finds_its_engine_again(town: Town) -> None:

@@ -128,7 +128,7 @@ async def town(nursery: trio.Nursery) -> AsyncIterator[Town]:
     with short_directory(1) as directory:
         town = Town(nursery, directory)
         yield town
-        town.close()
+        await town.close()
 
 
 async def group(town: Town, *flags: str) -> list[trio.Process]:

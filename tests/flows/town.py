@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,14 @@ class Town:
         self.log: list[dict[str, Any]] = []
         self.smgd: trio.Process
         self._nursery = nursery
+        self._programs: list[trio.Process] = []
         self._clients: list[trio.SocketStream] = []
 
-    def close(self) -> None:
-        """Close what clients have left open; the programs end with the nursery."""
+    async def close(self) -> None:
+        """End the programs, which write into the directory, and what clients have left open."""
+        for program in self._programs:
+            program.kill()
+            await program.wait()
         for client in self._clients:
             client.socket.close()
 
@@ -47,9 +51,7 @@ class Town:
             *("--model-path", "smgd-sim", "--host", "127.0.0.1", "--port", "0"),
             *("--prometheus-port", "0", "--log-json", "true", *flags),
         ]
-        self.smgd = await start_program(
-            self._nursery, command, lambda line: log.append(json.loads(line))
-        )
+        self.smgd = await self._start(command, lambda line: log.append(json.loads(line)))
         await until(lambda: self.logged("smgd listening"), 20)
 
     async def kill_smgd(self) -> None:
@@ -63,7 +65,11 @@ class Town:
             *(sys.executable, "-m", "smgd.sim.cli", "--worker-url", f"ipc://{self.path}"),
             *("--replies", str(self.replies), *flags),
         ]
-        return await start_program(self._nursery, command, self._read_engine)
+        return await self._start(command, self._read_engine)
+
+    async def _start(self, command: Sequence[str], read: Callable[[str], None]) -> trio.Process:
+        self._programs.append(await start_program(self._nursery, command, read))
+        return self._programs[-1]
 
     def _read_engine(self, line: str) -> None:
         self.hellos += line.startswith("sim hello")
