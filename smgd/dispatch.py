@@ -201,10 +201,16 @@ class Generation:
     """All sequences that answer one client request; made by `Dispatcher.generation`."""
 
     # No dictionaries in the path of a token: with a thousand streams every cache line counts.
-    __slots__ = ("_closed", "_dispatcher", "_news", "_task", "error", "sequences", "started_at")
+    __slots__ = (
+        "_closed", "_dispatcher", "_news", "_task", "error", "request_id", "sequences",
+        "started_at",
+    )  # fmt: skip
 
-    def __init__(self, dispatcher: Dispatcher, requests: Seq[GenerationRequest]) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, requests: Seq[GenerationRequest], request_id: str
+    ) -> None:
         self._dispatcher = dispatcher
+        self.request_id = request_id
         self.sequences = [Sequence(self, i, request) for i, request in enumerate(requests)]
         self.error: ApiError | None = None
         self.started_at = trio.current_time()
@@ -334,12 +340,13 @@ class Dispatcher:
         self._on_migration = on_migration
         self._on_choice = on_choice
 
-    def generation(self, requests: Seq[GenerationRequest]) -> Generation:
+    def generation(self, requests: Seq[GenerationRequest], request_id: str) -> Generation:
         """Return the life of `requests` on the engines, to be entered with `async with`.
 
+        `request_id` is what the client's request is called in the log.
         Entering raises `ApiError`: 503 if no worker is ready, 400 if the guard refuses a request.
         """
-        return Generation(self, requests)
+        return Generation(self, requests, request_id)
 
     def check(self, requests: Seq[GenerationRequest]) -> None:
         """Raise what a worker's guard says of any of them, before the first is sent."""
@@ -364,13 +371,20 @@ class Dispatcher:
         if reason is None:
             log.info(
                 "stream migrated",
-                request_id=request.id,
+                request_id=sequence.generation.request_id,
+                engine_request=request.id,
                 now=sequence.running.id,
                 tokens=len(sequence.ids),
                 lost=error.worker,
             )
             return None
-        log.warning("stream lost", request_id=request.id, worker=error.worker, reason=reason)
+        log.warning(
+            "stream lost",
+            request_id=sequence.generation.request_id,
+            engine_request=request.id,
+            worker=error.worker,
+            reason=reason,
+        )
         return EngineLostError(error.worker, f"{error.reason}; {reason}")
 
     def _stays(self, sequence: Sequence) -> str | None:

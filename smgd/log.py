@@ -1,6 +1,7 @@
 """The log: one line an event, text on a terminal and JSON elsewhere, on standard error.
 
 The supervisor (systemd, a container runtime) does the rest: no files, no rotation, no sockets here.
+systemd's journal is told the level of a line by a prefix that it takes off (sd-daemon(3)).
 Three things are ours beside structlog's usual chain:
 
 - `set_level` works on a running daemon. The filtering methods sit on one class of ours, `Logger`,
@@ -20,11 +21,13 @@ import os
 import sys
 from collections.abc import MutableMapping
 from datetime import UTC, datetime
-from typing import Any, BinaryIO, Final, Literal, TextIO
+from typing import Any, Final, Literal, TextIO, cast
 
 import msgspec
 import structlog
 from structlog.typing import EventDict, Processor
+
+from smgd.output import Output, is_journal
 
 LEVELS: Final = {
     "debug": logging.DEBUG,
@@ -33,6 +36,9 @@ LEVELS: Final = {
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
+
+# syslog's numbers by structlog's names.
+_PRIORITIES = {"debug": b"<7>", "info": b"<6>", "warning": b"<4>", "error": b"<3>"}
 
 
 class Logger(structlog.make_filtering_bound_logger(logging.INFO)):  # type: ignore[misc]
@@ -50,13 +56,12 @@ def configure(
     global _output
     stream = stream or sys.stderr
     terminal = stream.isatty()
-    _output = stream.buffer
+    _output = Output(stream.buffer)
     as_text = terminal if json == "auto" else not json
-    _processors[:] = [
-        structlog.contextvars.merge_contextvars,
-        _add_origin,
-        *(_text_processors(colors=terminal) if as_text else _json_processors()),
-    ]
+    *prepare, render = _text_processors(colors=terminal) if as_text else _json_processors()
+    if is_journal(stream.buffer, os.environ):
+        render = _with_priority(render)
+    _processors[:] = [structlog.contextvars.merge_contextvars, _add_origin, *prepare, render]
     structlog.configure(
         processors=_processors,
         wrapper_class=Logger,
@@ -82,17 +87,18 @@ def current_level() -> str:
     return _level
 
 
+def lost_lines() -> int:
+    """Return how many lines nobody read in time, since `configure`."""
+    return _output.lost
+
+
 _level = "info"
-_output: BinaryIO
+_output: Output
 _processors: list[Processor] = []
 
 
 class _Sink:
-    """The end of every logger: writes finished lines to the one output.
-
-    A whole line is one write to a buffered stream, which takes its own lock: lines of threads do
-    not mix.
-    """
+    """The end of every logger: finished lines to the one output."""
 
     __slots__ = ("name",)
 
@@ -100,13 +106,9 @@ class _Sink:
         self.name = name
 
     def msg(self, line: bytes) -> None:
-        # A log that cannot be written (its reader is gone, the disk is full, the stream is closed)
-        # can be reported nowhere, and must not end the request that had something to say.
-        try:
-            _output.write(line)
-            _output.flush()
-        except (OSError, ValueError):
-            return
+        if lost := _output.newly_lost():
+            structlog.get_logger("smgd.log").warning("log lines lost", count=lost)
+        _output.write(line)
 
     debug = info = warning = error = critical = msg
 
@@ -121,6 +123,17 @@ def _add_origin(logger: _Sink, method: str, event: EventDict) -> EventDict:
     }
     origin.update(event)
     return origin
+
+
+def _with_priority(render: Processor) -> Processor:
+    """Put a line's priority before it, and before every further line of a traceback."""
+
+    def prioritized(logger: object, method: str, event: EventDict) -> bytes:
+        prefix = _PRIORITIES.get(method, b"<3>")
+        line = cast("bytes", render(logger, method, event))
+        return b"".join([prefix + part for part in line.splitlines(keepends=True)])
+
+    return prioritized
 
 
 def _json_processors() -> list[Processor]:

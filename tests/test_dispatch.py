@@ -52,7 +52,7 @@ class House:
 
 async def test_news_merge_until_they_are_taken() -> None:
     house = House()
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         house.worker.send("r1", 5, cached=2)
         house.worker.send("r1", 6, 7)
         [sequence] = await generation.wait()
@@ -69,7 +69,10 @@ async def test_news_merge_until_they_are_taken() -> None:
 
 async def test_the_waiter_is_woken_by_news() -> None:
     house = House()
-    async with house.dispatcher.generation([request()]) as generation, trio.open_nursery() as n:
+    async with (
+        house.dispatcher.generation([request()], "mine") as generation,
+        trio.open_nursery() as n,
+    ):
 
         async def engine() -> None:
             await trio.testing.wait_all_tasks_blocked()
@@ -81,7 +84,7 @@ async def test_the_waiter_is_woken_by_news() -> None:
 
 async def test_leaving_early_aborts_every_unfinished_sequence_once() -> None:
     house = House()
-    async with house.dispatcher.generation([request("a"), request("b"), request("c")]):
+    async with house.dispatcher.generation([request("a"), request("b"), request("c")], "mine"):
         house.worker.send("b", 1, finish="stop")
     assert house.worker.aborted == ["a", "c"]
     assert house.nothing_left()
@@ -90,7 +93,7 @@ async def test_leaving_early_aborts_every_unfinished_sequence_once() -> None:
 async def test_cancelling_the_waiter_aborts_once(autojump_clock: trio.testing.MockClock) -> None:
     house = House()
     with trio.move_on_after(5) as scope:
-        async with house.dispatcher.generation([request()]) as generation:
+        async with house.dispatcher.generation([request()], "mine") as generation:
             await generation.wait()
     assert scope.cancelled_caught
     assert house.worker.aborted == ["r1"]
@@ -101,14 +104,14 @@ async def test_a_cancel_before_entering_submits_nothing() -> None:
     house = House()
     with trio.CancelScope() as scope:
         scope.cancel()
-        async with house.dispatcher.generation([request()]):
+        async with house.dispatcher.generation([request()], "mine"):
             pytest.fail("entered")
     assert house.worker.submitted == []
 
 
 async def test_stopping_from_our_side_aborts_at_once_and_only_once() -> None:
     house = House()
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         generation.sequences[0].stop()
         assert house.worker.aborted == ["r1"]
     assert house.worker.aborted == ["r1"]
@@ -124,7 +127,7 @@ async def test_a_lost_engine_fails_the_generation_and_aborts_its_siblings_elsewh
     house = House(MemoryWorker("ipc:///m/a"), MemoryWorker("ipc:///m/b"), migration=off)
     house.policy = Alternate()
     house.dispatcher.policy = cast("Policy", house.policy)
-    async with house.dispatcher.generation([request("a"), request("b")]) as generation:
+    async with house.dispatcher.generation([request("a"), request("b")], "mine") as generation:
         house.workers[0].lose()
         await generation.wait()
         assert generation.error is not None
@@ -142,7 +145,7 @@ async def test_a_lost_engine_fails_the_generation_and_aborts_its_siblings_elsewh
 )
 async def test_finishes_that_are_no_answer(finish: Any, status: int, code: str) -> None:
     house = House()
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         house.worker.send("r1", 5)
         house.worker.send("r1", finish=finish)
         [sequence] = await generation.wait()
@@ -155,7 +158,7 @@ async def test_finishes_that_are_no_answer(finish: Any, status: int, code: str) 
 
 async def test_an_unknown_exception_becomes_a_500_that_keeps_its_cause() -> None:
     house = House()
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         cause = RuntimeError("a bug")
         generation.sequences[0].fail(cause)
         await generation.wait()
@@ -171,7 +174,7 @@ async def test_a_worker_lost_between_choice_and_submit_is_passed_over() -> None:
         raise EngineLostError("ipc:///m/a", "gone")
 
     house.workers[0].submit_nowait = lost  # type: ignore[method-assign, assignment]
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         assert generation.sequences[0].worker is house.workers[1]
 
 
@@ -179,7 +182,7 @@ async def test_no_ready_worker_is_a_503_at_once() -> None:
     house = House()
     house.worker.state = "pending"
     with pytest.raises(ApiError, match="No ready worker for model 'm'") as caught:
-        await house.dispatcher.generation([request()]).__aenter__()
+        await house.dispatcher.generation([request()], "mine").__aenter__()
     assert (caught.value.status, caught.value.retry_after) == (503, 1)
 
 
@@ -194,7 +197,7 @@ async def test_a_refused_sibling_takes_the_others_back() -> None:
 
     house.worker.submit_nowait = guarded  # type: ignore[method-assign, assignment]
     with pytest.raises(ApiError, match="no"):
-        await house.dispatcher.generation([request("good"), request("bad")]).__aenter__()
+        await house.dispatcher.generation([request("good"), request("bad")], "mine").__aenter__()
     assert house.worker.aborted == ["good"]
     assert house.nothing_left()
 
@@ -209,7 +212,7 @@ async def test_of_several_sequences_all_are_checked_before_one_is_sent() -> None
         check(req)
 
     house.worker.check = guard  # type: ignore[method-assign, assignment]
-    async with house.dispatcher.generation([request("a"), request("b")]):
+    async with house.dispatcher.generation([request("a"), request("b")], "mine"):
         assert (house.worker.checked, submitted) == (["a", "b"], [0, 0])
 
 
@@ -222,7 +225,7 @@ async def test_the_hook_decides_whether_the_task_wakes() -> None:
         if sequence.finish is not None:
             sequence.touch()
 
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         generation.set_hook(hook)
         async with trio.open_nursery() as nursery:
             done = trio.Event()
@@ -243,7 +246,7 @@ async def test_the_hook_decides_whether_the_task_wakes() -> None:
 
 async def test_waiting_with_news_is_still_a_checkpoint_for_cancels() -> None:
     house = House()
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         house.worker.send("r1", 1)
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -264,7 +267,7 @@ async def test_a_stream_goes_on_elsewhere_from_its_own_ids() -> None:
     a, b = house.workers
     asked = request(max_tokens=10)
     asked.sampling.min_tokens = 3
-    async with house.dispatcher.generation([asked]) as generation:
+    async with house.dispatcher.generation([asked], "mine") as generation:
         a.send("r1", 7, 8, cached=2)
         a.lose()
         [moved] = b.submitted
@@ -286,7 +289,7 @@ async def test_a_stream_goes_on_elsewhere_from_its_own_ids() -> None:
 async def test_an_engine_that_aborts_unasked_is_left_for_another() -> None:
     house = two()
     a, b = house.workers
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         a.send("r1", 7)
         a.send("r1", finish="abort")
         [moved] = b.submitted
@@ -299,7 +302,7 @@ async def test_an_engine_that_aborts_unasked_is_left_for_another() -> None:
 async def test_leaving_after_a_migration_aborts_the_new_request_only() -> None:
     house = two()
     a, b = house.workers
-    async with house.dispatcher.generation([request()]):
+    async with house.dispatcher.generation([request()], "mine"):
         a.lose()
     assert (a.aborted, b.aborted) == ([], [b.submitted[0].id])
     assert house.nothing_left()
@@ -307,7 +310,7 @@ async def test_leaving_after_a_migration_aborts_the_new_request_only() -> None:
 
 async def test_at_most_so_many_times() -> None:
     house = House(*(MemoryWorker(f"ipc:///m/{i}") for i in range(4)))
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         for worker in house.workers[:2]:
             worker.lose()
             assert generation.error is None
@@ -322,7 +325,7 @@ async def test_at_most_so_many_times() -> None:
 
 async def test_with_no_other_worker_it_fails_at_once() -> None:
     house = House()
-    async with house.dispatcher.generation([request()]) as generation:
+    async with house.dispatcher.generation([request()], "mine") as generation:
         house.worker.lose()
         await generation.wait()
         assert generation.error is not None
@@ -334,7 +337,7 @@ async def test_a_full_context_ends_with_length(generated: int) -> None:
     house = two()
     a, b = house.workers
     b.info = EngineInfo(max_model_len=4)
-    async with house.dispatcher.generation([request(max_tokens=4)]) as generation:
+    async with house.dispatcher.generation([request(max_tokens=4)], "mine") as generation:
         a.send("r1", *range(generated))
         a.lose()
         [sequence] = await generation.wait()
@@ -373,7 +376,7 @@ async def test_which_requests_go_on(
 ) -> None:
     house = two(migration=Migration(mode))
     a, b = house.workers
-    async with house.dispatcher.generation([asked]) as generation:
+    async with house.dispatcher.generation([asked], "mine") as generation:
         if begun:
             a.send("r1", 7)
         a.lose()
@@ -385,7 +388,7 @@ async def test_which_requests_go_on(
 
 async def test_why_it_could_not_go_on_is_told() -> None:
     house = two()
-    async with house.dispatcher.generation([CONSTRAINED]) as generation:
+    async with house.dispatcher.generation([CONSTRAINED], "mine") as generation:
         house.workers[0].send("r1", 7)
         house.workers[0].lose()
         await generation.wait()

@@ -12,13 +12,13 @@ import smgd
 ROOT = Path(smgd.__file__).parent
 
 LAYERS = {
-    "errors": 0, "config": 0, "log": 0, "metrics": 0, "samples": 0, "core": 0, "__init__": 0,
+    "errors": 0, "config": 0, "log": 0, "output": 0, "metrics": 0, "samples": 0, "core": 0, "__init__": 0,
     "wire": 1, "parse": 1, "systemd": 1,
     "text": 2, "engine": 2, "rpc": 2,
     "workers": 3,
     "dispatch": 4, "migration": 4, "api": 4,
     "web": 5, "admin": 5, "launch": 5, "sim": 5,
-    "daemon": 6, "reload": 6, "cli": 6, "demo": 6,
+    "daemon": 6, "reload": 6, "checks": 6, "cli": 6, "demo": 6,
 }  # fmt: skip
 
 # Each foreign package has one home, so that replacing it, or a trap in it, stays in one place.

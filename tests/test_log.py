@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -197,11 +199,94 @@ def test_a_log_that_cannot_be_written_stops_nobody(stream: Stream) -> None:
     stream.close()
     log.info("two")
 
-    full = Path("/dev/full").open("w")  # noqa: SIM115
-    configure(stream=full)
-    log.info("three")
-    with pytest.raises(OSError, match="No space left"):
-        full.close()
+    with Path("/dev/full").open("w") as full:
+        configure(stream=full)
+        log.info("three")
+
+
+class Pipe:
+    """A pipe for the log; `read` returns what is in it."""
+
+    def __init__(self) -> None:
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self.stream = os.fdopen(writer, "w")
+
+    def read(self) -> str:
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while more := os.read(self.reader, 65536):
+                data += more
+        return data.decode()
+
+    def close(self) -> None:
+        os.close(self.reader)
+        self.stream.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
+
+
+@pytest.mark.parametrize("size", [10, 3000, 5000, 20_000])
+def test_a_reader_that_stalls_stops_nobody_and_hears_what_it_has_missed(
+    pipe: Pipe, size: int
+) -> None:
+    configure(stream=pipe.stream)
+    log = structlog.get_logger("smgd")
+    written = 0
+    while not log_module.lost_lines():
+        log.info("stalled", text="x" * size)
+        written += 1
+    for _ in range(4):
+        log.info("nobody reads")
+    assert log_module.lost_lines() == 5
+    before = pipe.read().splitlines()
+    whole = [line for line in before if line.endswith("}")]
+    assert len(whole) == written - 1
+    assert [json.loads(line)["event"] for line in whole] == ["stalled"] * len(whole)
+    log.info("read again")
+    told, again = [json.loads(line) for line in pipe.read().splitlines() if line]
+    assert (told["event"], told["level"], told["count"]) == ("log lines lost", "warning", 5)
+    assert again["event"] == "read again"
+    log.info("and again")
+    assert len(pipe.read().splitlines()) == 1
+
+
+def test_a_reader_that_is_gone_stops_nobody(pipe: Pipe) -> None:
+    configure(stream=pipe.stream)
+    os.close(pipe.reader)
+    structlog.get_logger("smgd").info("one")
+    pipe.reader = os.open("/dev/null", os.O_RDONLY)
+
+
+@pytest.mark.parametrize("json_lines", [True, False])
+def test_the_journal_is_told_the_level_of_every_line(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch, json_lines: bool
+) -> None:
+    status = os.fstat(pipe.stream.fileno())
+    monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
+    configure("debug", json_lines, pipe.stream)
+    log = structlog.get_logger("smgd")
+    for method, number in (("debug", 7), ("info", 6), ("warning", 4), ("error", 3)):
+        getattr(log, method)("hello")
+        (line,) = pipe.read().splitlines()
+        assert line.startswith(f"<{number}>")
+    log.error("failed", exc_info=ValueError("bad"))
+    assert all(line.startswith("<3>") for line in pipe.read().splitlines())
+
+
+def test_another_output_than_the_journal_has_no_priorities(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where smgd's output is a pipe, and the journal that of the shell around it."""
+    monkeypatch.setenv("JOURNAL_STREAM", "8:12345")
+    configure(stream=pipe.stream)
+    structlog.get_logger("smgd").info("hello")
+    assert pipe.read().startswith("{")
 
 
 def test_libraries_are_heard_from_warnings_up(stream: Stream) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quart import Response, g, request
+from quart import Response, current_app, g, request
 from quart_trio import QuartTrio
 from quart_trio.wrappers import TrioRequest
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from smgd import __version__
 from smgd.api.envelope import error_body
@@ -42,7 +42,7 @@ def make_app(service: Service, hot: frozenset[str]) -> QuartTrio:
         RESPONSE_TIMEOUT=None,  # Quart's minute would cut an answer without a word
         BODY_TIMEOUT=service.body_timeout,
     )
-    _frame(app, service)
+    _frame(app, service, hot)
     _errors(app, service, hot)
     _probes(app, service)
     _models(app, service)
@@ -61,14 +61,19 @@ def _request_class(service: Service) -> type[TrioRequest]:
     return LimitedRequest
 
 
-def _frame(app: QuartTrio, service: Service) -> None:
+def _frame(app: QuartTrio, service: Service, hot: frozenset[str]) -> None:
     """Take every request through the gate, whether there is a route for it or not."""
 
     @app.before_request
     async def begin() -> Response | None:
-        route = request.url_rule.rule if request.url_rule is not None else gate.OTHER
-        own_id = gate.new_id("req-")
-        g.access = service.gate.enter(request.method, route, _header, own_id)
+        g.access = service.gate.enter(
+            request.method,
+            _route(hot),
+            _header,
+            gate.new_id("req-"),
+            request.remote_addr or "",
+            request.path,
+        )
         if service.gate.cors is not None and is_preflight(request.method, _header):
             return _with(Response("", 204), preflight_headers(g.access.cors, _header))
         service.gate.authenticate(g.access, _header)
@@ -88,6 +93,23 @@ def _frame(app: QuartTrio, service: Service) -> None:
     async def close(_: BaseException | None) -> None:
         if "access" in g:
             service.gate.leave(g.access)
+
+
+def _route(hot: frozenset[str]) -> str:
+    """Return what metrics know the request at hand by: a route also where its method is wrong."""
+    if request.url_rule is not None:
+        return str(request.url_rule.rule)
+    if request.path in hot:
+        return request.path
+    if isinstance(request.routing_exception, MethodNotAllowed):
+        return _rule_of_another_method(request.routing_exception)
+    return gate.OTHER
+
+
+def _rule_of_another_method(error: MethodNotAllowed) -> str:
+    [method, *_] = error.valid_methods or HOT_METHODS
+    rule, _ = current_app.url_map.bind("").match(request.path, method, return_rule=True)
+    return str(rule.rule)
 
 
 def _header(name: bytes) -> bytes | None:

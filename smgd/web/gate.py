@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from itertools import product
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import structlog
@@ -49,28 +51,34 @@ CLIENT_CLOSED = 499
 PROBES = frozenset({"/health", "/liveness", "/readiness", "/metrics"})
 
 # What needs no key: balancers and orchestrators have none, and learn nothing but how smgd is.
-OPEN = frozenset({"/health", "/liveness", "/readiness"})
+OPEN = frozenset(product(("GET", "HEAD"), ("/health", "/liveness", "/readiness")))
 
 # A client may call its method anything; a metric's label may not be anything.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER = "other"
 
+# Characters of a path in the log; a client may send sixty thousand.
+SHOWN_PATH = 200
+
 
 class Access:
     """The record of one request, from its head to the end of its answer.
 
-    Times are on trio's clock, in seconds. `fields` go into the canonical line as they are, `cors`
-    are headers of the answer.
+    Times are on trio's clock, in seconds. `route` is what metrics know the request by, `path` what
+    was asked for. `fields` go into the canonical line as they are, `cors` into the answer.
     """
 
-    __slots__ = ("cors", "error_code", "fields", "id", "method", "route", "started", "status")
+    __slots__ = (
+        "cors", "error_code", "fields", "id", "method", "path", "route", "started", "status",
+    )  # fmt: skip
 
-    def __init__(self, method: str, route: str, request_id: str) -> None:
+    def __init__(self, method: str, route: str, path: str, request_id: str, client: str) -> None:
         self.method = method if method in METHODS else OTHER
         self.route = route
+        self.path = path
         self.id = request_id
         self.started = trio.current_time()
-        self.fields: dict[str, Any] = {}
+        self.fields: dict[str, Any] = {"client": client}
         self.cors: list[tuple[bytes, bytes]] = []
         self.left()
 
@@ -93,7 +101,7 @@ class Access:
         write(
             "request",
             method=self.method,
-            path=self.route,
+            path=self.path,
             status=self.status,
             request_id=self.id,
             duration_ms=round(seconds * 1000, 1),
@@ -114,9 +122,24 @@ class Gate(msgspec.Struct, kw_only=True, eq=False):
     cors: Cors | None = None
     answering: set[Access] = set()
 
-    def enter(self, method: str, route: str, header: Header, own_id: str) -> Access:
-        """Begin the record of a request; `own_id` is its id if the client gives none."""
-        access = Access(method, route, request_id(header, own_id))
+    def enter(
+        self,
+        method: str,
+        route: str,
+        header: Header,
+        own_id: str,
+        client: str,
+        path: str | None = None,
+    ) -> Access:
+        """Begin the record of a request from the address `client`.
+
+        `own_id` is its id if the client gives none, `path` what was asked for where `route` is a
+        pattern, or none of ours.
+        """
+        shown = route if path is None else shown_path(path)
+        access = Access(method, route, shown, request_id(header, own_id), client)
+        if access.id != own_id:
+            access.fields["id"] = own_id
         if self.cors is not None:
             access.cors = self.cors.headers(header(b"origin"))
         self.answering.add(access)
@@ -127,7 +150,7 @@ class Gate(msgspec.Struct, kw_only=True, eq=False):
 
         A path that is no route needs one, too: without a key nobody learns which there are.
         """
-        if self.keys and access.route not in OPEN:
+        if self.keys and (access.method, access.route) not in OPEN:
             self.keys.check(header)
 
     def park(self, access: Access) -> trio.Event:
@@ -165,6 +188,11 @@ class Gate(msgspec.Struct, kw_only=True, eq=False):
         )
 
 
+def shown_path(path: str) -> str:
+    """Return a path as it stands in the log: cut, and with nothing in it that a terminal obeys."""
+    return quote(path, safe="/:@!$&'()*+,;=~%")[:SHOWN_PATH]
+
+
 def new_id(prefix: str) -> str:
     """Return a fresh public id: the prefix and 24 hexadecimal digits."""
     return prefix + secrets.token_hex(12)
@@ -188,6 +216,15 @@ def check_content_type(value: bytes | None) -> None:
     if kind != b"application/json" and not kind.endswith(b"+json"):
         text = "Expected request with `Content-Type: application/json`"
         raise invalid_request("json_parse_error", text)
+
+
+def check_content_encoding(value: bytes | None) -> None:
+    """Refuse bodies that are compressed: they are read as they come. Raises `ApiError` 415."""
+    coding = (value or b"identity").strip().lower()
+    if coding not in (b"", b"identity"):
+        shown = coding.decode("latin-1")[:40]
+        text = f"Content-Encoding {shown!r} is not supported: send the body as it is"
+        raise ApiError(415, "unsupported_content_encoding", text)
 
 
 def common_headers(access: Access) -> list[tuple[bytes, bytes]]:

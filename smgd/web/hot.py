@@ -72,7 +72,7 @@ def _handler(service: Service, route: _Route) -> Handler:
 
     async def handle(exchange: Exchange) -> None:
         own_id = gate.new_id(route.id_prefix)
-        access = house.enter(exchange.method, route.path, exchange.header, own_id)
+        access = house.enter(exchange.method, route.path, exchange.header, own_id, exchange.client)
         try:
             house.authenticate(access, exchange.header)
             if admission.admit(access):
@@ -150,6 +150,7 @@ def _count_unknown(
 
 async def _read(service: Service, exchange: Exchange) -> bytes:
     gate.check_content_type(exchange.header(b"content-type"))
+    gate.check_content_encoding(exchange.header(b"content-encoding"))
     return await exchange.read_body(service.max_payload_size)
 
 
@@ -176,7 +177,7 @@ async def answer(
         created=int(service.wall_clock()),
     )
     plan = await surface.plan(request, context)
-    async with service.dispatcher.generation(plan.requests) as generation:
+    async with service.dispatcher.generation(plan.requests, access.id) as generation:
         service.running[response_id] = Running(
             response_id, surface.endpoint, exchange.client, access, plan.stream, generation
         )
@@ -341,9 +342,11 @@ def _account(
             prefill=prefill,
         ),
     )
-    worker = generation.sequences[0].worker
+    first_sequence = generation.sequences[0]
+    worker = first_sequence.worker
     access.fields.update(
         worker=worker.url if worker else None,
+        engine_request=first_sequence.running.id,
         prompt_tokens=usage.prompt,
         completion_tokens=usage.completion,
         cached_tokens=usage.cached,

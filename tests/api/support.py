@@ -35,7 +35,7 @@ class Run:
         dispatcher = Dispatcher(
             lambda _: [self.worker], cast("Policy", FirstPolicy()), RequestIds("t")
         )
-        self.generation = dispatcher.generation(plan.requests)
+        self.generation = dispatcher.generation(plan.requests, "mine")
         for sequence in self.generation.sequences:
             dispatcher.start(sequence)
 

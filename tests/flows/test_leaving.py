@@ -244,8 +244,8 @@ def watched(house: House) -> list[Generation]:
     dispatcher = house.daemon.service.dispatcher
     make = dispatcher.generation
 
-    def generation(requests: Sequence[GenerationRequest]) -> Generation:
-        generations.append(make(requests))
+    def generation(requests: Sequence[GenerationRequest], request_id: str) -> Generation:
+        generations.append(make(requests, request_id))
         return generations[-1]
 
     dispatcher.generation = generation  # type: ignore[method-assign]
