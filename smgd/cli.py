@@ -4,8 +4,8 @@ Flags and their help are made from `FLAGS` and the configuration's keys, so that
 default to or allow anything else than its key. Only `launch`, `run`, `serve` and `demo` import the
 daemon, and only when they run: help, version and `check-config` answer at once and need no engine.
 
-Exit codes: 0 stopped or fine, 1 failed (or `check-config` found a mistake), 2 wrong usage, which
-includes a configuration that cannot be used.
+Exit codes: 0 stopped or fine, 1 failed, 2 wrong usage, which includes a configuration that cannot
+be used: `check-config` says so with the code that `run` would end with.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ import msgspec
 from msgspec import UNSET
 
 from smgd import __version__
-from smgd.config import Config, load
+from smgd.checks import judged
+from smgd.config import Config
+from smgd.config.findings import Findings
 from smgd.config.keys import FLAGS, SERVE_FLAGS, Key, all_keys, toml
-from smgd.errors import ConfigError, WorkerError
+from smgd.errors import ConfigError
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -35,6 +37,8 @@ EXIT_USAGE: Final = 2
 BUILTIN_MODEL: Final = "smgd-sim"
 # The environment of a process is seen by its user alone, its command line by everybody.
 API_KEY: Final = "SMGD_API_KEY"
+# Set by systemd, whose sockets are listened on then (sd_listen_fds(3)): server.host does not count.
+_HANDED_OVER: Final = "LISTEN_FDS"
 
 _MODEL_PATH: Final = FLAGS["--model-path"]
 
@@ -50,7 +54,7 @@ examples:
       the same from a file, with one key replaced
   smgd check-config smgd.toml && smgd run --config smgd.toml
 
-exit codes: 0 stopped or fine, 1 failed or mistakes found, 2 wrong usage or configuration
+exit codes: 0 stopped or fine, 1 failed, 2 wrong usage or configuration
 """
 
 _LAUNCH: Final = """\
@@ -146,34 +150,25 @@ def build_parser() -> argparse.ArgumentParser:
 # ------------------------------------------------------------------------------- the commands
 
 
-def configuration(args: argparse.Namespace) -> Config:
-    """Return what the file and the flags of a command line say; ConfigError if it cannot be."""
+def configuration(args: argparse.Namespace, *, starts: bool = True) -> Config:
+    """Return what the file and the flags of a command line say; ConfigError with every mistake.
+
+    `starts` tells whether something is to be bound then, and not only to be read again.
+    """
+    found = Findings()
+    config = judged(
+        args.config, _flags(args), found, resolve=starts and _HANDED_OVER not in os.environ
+    )
+    found.check()
+    return config
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
     keys = all_keys()
     flags = {name: value for name, value in vars(args).items() if name in keys}
     if API_KEY in os.environ:
         flags.setdefault("auth.api_keys", (os.environ[API_KEY],))
-    config = load(args.config, flags)
-    _check_addresses(config)
-    return config
-
-
-def _check_addresses(config: Config) -> None:
-    """Find out before anything starts what a worker's socket path or handshake port collides with.
-
-    Not a part of reading: the rules of the addresses belong to the engine side.
-    """
-    from smgd.engine.paths import check_collisions, derive
-    from smgd.launch.plan import Host, plan
-
-    workers = (*config.workers, *plan(config, Host.here()).workers)
-    hosts = (config.server.host, config.server.port), (config.metrics_host, config.metrics.port)
-    try:
-        check_collisions(
-            [derive(worker.url, worker.zmq_handshake_address or None) for worker in workers],
-            own=[f"{host}:{port}" for host, port in hosts],
-        )
-    except WorkerError as exc:
-        raise ConfigError(str(exc)) from exc
+    return flags
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -185,7 +180,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _reread(args: argparse.Namespace) -> Callable[[], Config] | None:
     """Return what reads the configuration again; None without a file, since flags do not change."""
-    return partial(configuration, args) if args.config else None
+    return partial(configuration, args, starts=False) if args.config else None
 
 
 def _serve_engines(args: argparse.Namespace) -> int:
@@ -198,11 +193,11 @@ def _serve_engines(args: argparse.Namespace) -> int:
 
 
 def _check_config(args: argparse.Namespace) -> int:
-    try:
-        configuration(args)
-    except ConfigError as exc:
-        _complain(exc)
-        return EXIT_FAILED
+    found = Findings(outside=True)
+    judged(args.config, _flags(args), found, resolve=True)
+    for note in found.notes:
+        print(f"smgd: note: {note}", file=sys.stderr)
+    found.check()
     print(f"{args.config}: OK")
     return EXIT_OK
 
@@ -257,6 +252,7 @@ _SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "--cors-allowed-origins": {"nargs": "+", "action": "extend"},
     "--log-json": {"nargs": "?", "const": True},
     "--keep-engines": {"nargs": "?", "const": True},
+    "--disable-health-check": {"nargs": "?", "const": True},
     "--remove-unhealthy-workers": {"nargs": "?", "const": True},
 }
 

@@ -13,7 +13,7 @@
 Stop order: systemd is told; readiness says "draining" while everything is still accepted for a
 short window, so that balancers can turn away; then no connection is accepted and running requests
 have the grace time; then they are failed, which tells their clients and aborts them on their
-engines; then the engines that are ours end, and the workers close their sockets.
+engines; then the workers close their sockets, and the engines that are ours end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from msgspec import structs
 from smgd import log as logging
 from smgd.admin import server as admin
 from smgd.admin.commands import Commands, Control
-from smgd.config import Config, TlsConfig
-from smgd.core import RequestIds
+from smgd.config import Config
+from smgd.core import RequestIds, Worker
 from smgd.dispatch import Dispatcher, Migration
 from smgd.errors import ConfigError, SmgdError, shutting_down
 from smgd.launch.plan import Host, plan
@@ -62,6 +62,7 @@ from smgd.web.gate import Gate
 from smgd.web.hot import handlers
 from smgd.web.server import ServerSettings, open_listeners, serve
 from smgd.web.service import Service
+from smgd.web.tls import renew, server_context
 from smgd.workers.fleet import Fleet
 from smgd.workers.policies import policy_for
 from smgd.workers.registry import Registry
@@ -153,6 +154,7 @@ class Daemon:
         self._started = trio.Event()
         self._stopping = trio.Event()
         self._connections: set[Connection] = set()
+        self._tls = server_context(config.tls.cert_path or None, config.tls.key_path or None)
         stage = TextStage(
             config.limits.tokenizer_inline_bytes,
             trio.CapacityLimiter(config.limits.tokenizer_threads),
@@ -189,11 +191,17 @@ class Daemon:
         )
         self.metrics.watch_workers(self.registry.samples, trio.current_time)
         self.metrics.watch_lookups(self.catalog.lookups)
+        self.metrics.watch_models(lambda: self.loader.sources)
+        self.metrics.watch_log(logging.lost_lines)
         self.metrics.watch_connections(lambda: len(self._connections))
         self.metrics.watch_gate(gate.sample)
-        self._plan = plan(config, Host.here())
-        self.engines = supervisor_of(self._plan, config.launch)
-        self.registry.on_change(self.engines.worker_changed)
+        planned = plan(config, Host.here())
+        self._managed = [spec_in(config, worker) for worker in planned.workers]
+        self.engines = supervisor_of(planned, config.launch, self._is_loading)
+        self.fleet.settings.managed = self.engines.engines
+        self.service.process_of = self.engines.process
+        self.metrics.watch_processes(self.engines.processes)
+        self.registry.on_change(self._tell_engines)
 
     async def run(self, *, task_status: trio.TaskStatus[Ports] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until a signal or `drain`; started with the ports that were bound.
@@ -212,8 +220,9 @@ class Daemon:
             await root.start(self._serve_admin, root, http, metrics)
             for source in sources_of(config):
                 self.loader.add(source)
-            for worker in (*config.workers, *self._plan.workers):
-                await self.fleet.start(spec_in(config, worker))
+            workers = [spec_in(config, worker) for worker in config.workers]
+            for spec in (*workers, *self._managed):
+                await self.fleet.start(spec)
             root.start_soon(self.engines.run)
             await root.start(self._serve_metrics, metrics)
             ports = Ports(_port(http), _port(metrics))
@@ -226,6 +235,7 @@ class Daemon:
             self.registry.on_change(lambda _: self._status_changed())
             await self._settle()
             await self._serve_http(http)
+            await self.fleet.stop()  # first, for whom the end of an engine is a loss
             await self.engines.stop()
             root.cancel_scope.cancel(reason="the daemon stops")
         log.info("smgd stopped")
@@ -255,11 +265,19 @@ class Daemon:
         if self._reread is None:
             raise ConfigError("there is no configuration file to read again")
         wanted = self._reread()
+        self._renew_certificate()
         self.manager.notifier.reloading()
-        parts = Parts(self.service, self.fleet, self.loader)
+        parts = Parts(self.service, self.fleet, self.loader, self._managed)
         self.config = reload(self.config, wanted, parts)
         self.manager.notifier.ready(self.status_line())
         return fixed(self.config, wanted)
+
+    def _renew_certificate(self) -> None:
+        """Take what the files of TLS hold now. Raises `ConfigError`; the old pair stays then."""
+        if self._tls is not None:
+            tls = self.config.tls
+            renew(self._tls, tls.cert_path, tls.key_path)
+            log.info("certificate reloaded", path=tls.cert_path)
 
     async def _reload_once_started(self) -> None:
         await self._started.wait()
@@ -288,6 +306,15 @@ class Daemon:
             self.config, log=structs.replace(self.config.log, level=level)
         )
 
+    def _tell_engines(self, worker: Worker) -> None:
+        """Tell the engines of a change of a worker; one that is replaced has not gone."""
+        is_there = worker.id in self.registry.workers or self.fleet.by_url(worker.url) is not None
+        self.engines.worker_changed(worker, removed=not is_there)
+
+    def _is_loading(self, url: str) -> bool:
+        record = self.fleet.by_url(url)
+        return record is not None and record.worker.loading
+
     def _status_changed(self) -> None:
         self.manager.notifier.status(self.status_line())
 
@@ -299,7 +326,7 @@ class Daemon:
     def _http_app(self) -> HttpDispatcher:
         hot = handlers(self.service)
         fallback = make_app(self.service, frozenset(path for _, path in hot))
-        return HttpDispatcher(hot, fallback)
+        return HttpDispatcher(hot, fallback, self.service.gate.refused)
 
     async def _listen(self, role: Role, host: str, port: int) -> list[trio.SocketListener]:
         if inherited := self.manager.listeners(role):
@@ -310,7 +337,7 @@ class Daemon:
             reason = error.strerror or error
             raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
 
-    def _server_settings(self, tls: TlsConfig) -> ServerSettings:
+    def _server_settings(self) -> ServerSettings:
         server = self.config.server
         return ServerSettings(
             backlog=server.backlog,
@@ -321,12 +348,10 @@ class Daemon:
             write_timeout=server.write_timeout,
             # Requests are told at the end of the grace time; then this cuts whoever does not read.
             shutdown_grace=server.shutdown_grace + FAREWELL_SECONDS,
-            tls_cert_path=tls.cert_path or None,
-            tls_key_path=tls.key_path or None,
         )
 
     async def _serve_http(self, listeners: list[trio.SocketListener]) -> None:
-        settings = self._server_settings(self.config.tls)
+        settings = self._server_settings()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._end_grace)
             await serve(
@@ -334,6 +359,7 @@ class Daemon:
                 listeners,
                 settings,
                 stopping=self._stopping,
+                tls=self._tls,
                 connections=self._connections,
             )
             nursery.cancel_scope.cancel(reason="no request is left")
@@ -353,7 +379,7 @@ class Daemon:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Serve the metrics port to the last: it ends with the root, not with the HTTP port."""
-        app, settings = make_metrics_app(self.metrics), self._server_settings(TlsConfig())
+        app, settings = make_metrics_app(self.metrics), self._server_settings()
         await serve(app, listeners, settings, stopping=trio.Event(), task_status=task_status)
 
     # -------------------------------------------------------------------------------- admin

@@ -90,7 +90,7 @@ def invalid_request(code: str, message: str, param: str | None = None) -> ApiErr
 
 def unsupported_parameter(param: str, hint: str = "") -> ApiError:
     """Return the 400 for a field that OpenAI or vLLM know and smgd does not honour."""
-    text = f"Unsupported parameter: '{param}' is not supported by this server."
+    text = f"Unsupported parameter: '{param}' is not supported by this endpoint."
     return invalid_request("unsupported_parameter", f"{text} {hint}".rstrip(), param)
 
 

@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import MutableMapping
 from datetime import UTC, datetime
+from io import BytesIO
 from typing import Any, Final, Literal, TextIO, cast
 
 import msgspec
@@ -93,7 +94,7 @@ def lost_lines() -> int:
 
 
 _level = "info"
-_output: Output
+_output = Output(BytesIO())  # until `configure`
 _processors: list[Processor] = []
 
 

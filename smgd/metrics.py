@@ -11,7 +11,7 @@ Label values are bounded: paths are route patterns or `other`, models are those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import (
@@ -30,8 +30,11 @@ from smgd.samples import (
     WORKER_TYPE,
     GateCollector,
     GateSample,
+    LogCollector,
     LookupCollector,
     LookupSample,
+    ProcessCollector,
+    ProcessSample,
     WorkerCollector,
     WorkerSample,
 )
@@ -49,13 +52,16 @@ DURATION_BUCKETS = (
 # Time to first token and between tokens: resolution where people compare engines.
 TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
-    0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60, 300,
+    0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60, 300, 900, 3600,
 )  # fmt: skip
 
 
 # What this gateway is, in the words of the field's dashboards: (router_type, backend_type).
 KIND = ("zmq", "regular")
 WORKER_ERRORS = frozenset({"backend_error"})
+
+# Labels of requests for no model of ours, and of those that did not get as far as to name one.
+NO_MODELS = frozenset({"other", "unknown"})
 
 # Ended requests that are counted together: well under a millisecond of work.
 NOTES = 32
@@ -142,7 +148,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._noted: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-        self.registry.register(_Settling(self.settle))  # the first to be asked at a scrape
+        self.registry.register(_Settling(self._look))  # the first to be asked at a scrape
+        self._models: set[str] = set()  # that have series
+        self._served: Callable[[], Collection[str]] = lambda: self._models
         self._endpoints: dict[tuple[str, str], EndpointMetrics] = {}
         self._answers: dict[tuple[str, str, int, str], tuple[Counter, Counter, Histogram]] = {}
         self._selections: dict[tuple[str, str], Counter] = {}
@@ -245,6 +253,10 @@ class Metrics:
         self.connections = Gauge(
             "smg_http_connections_active", "Open connections of clients", registry=reg
         )
+        self._of_models = (
+            self.requests, self.duration, self.errors, self.tokens, self.ttft, self.tpot,
+            self.generation, self.selections, self.migrations,
+        )  # fmt: skip
 
     def _note(self, count: Callable[..., None], *what: object) -> None:
         """Call `count` with `what` at the latest when somebody looks.
@@ -261,6 +273,10 @@ class Metrics:
         noted, self._noted = self._noted, []
         for count, what in noted:
             count(*what)
+
+    def _look(self) -> None:
+        self.settle()
+        self._forget_models()
 
     def answered(
         self, method: str, route: str, status: int, error_code: str, seconds: float
@@ -289,7 +305,12 @@ class Metrics:
         duration.observe(seconds)
 
     def failed(self, model: str, endpoint: str, error_type: str) -> None:
-        """Count a request that was answered with an error; `model` is an id of ours, or unknown."""
+        """Count a request that was answered with an error.
+
+        `model` is an id of ours, or `other` or `unknown`.
+        """
+        if model not in NO_MODELS:
+            self._models.add(model)
         self.errors.labels(*KIND, CONNECTION_MODE, model, endpoint, error_type).inc()
         if error_type in WORKER_ERRORS:
             self.worker_errors.labels(WORKER_TYPE, CONNECTION_MODE, error_type).inc()
@@ -302,11 +323,31 @@ class Metrics:
             bound = self._selections[model, policy] = self.selections.labels(*labels)
         bound.inc()
 
+    def watch_models(self, served: Callable[[], Collection[str]]) -> None:
+        """Export the series of those models alone that `served` names, or they would add up."""
+        self._served = served
+
+    def _forget_models(self) -> None:
+        """End the series of models that are served no more; their last requests are counted."""
+        for model in self._models - {*self._served()}:
+            self._forget_model(model)
+
+    def _forget_model(self, model: str) -> None:
+        self._models.discard(model)
+        for metric in self._of_models:
+            metric.remove_by_labels({"model": model})
+        self._endpoints = {k: bound for k, bound in self._endpoints.items() if k[0] != model}
+        self._selections = {k: bound for k, bound in self._selections.items() if k[0] != model}
+
     def watch_workers(
         self, source: Callable[[], Iterable[WorkerSample]], clock: Callable[[], float]
     ) -> None:
         """Export the workers that `source` gives at each scrape; `clock` gives seconds."""
         self.registry.register(WorkerCollector(source, clock))
+
+    def watch_processes(self, source: Callable[[], Mapping[str, ProcessSample]]) -> None:
+        """Export how the engines fare that `source` gives at each scrape, by worker."""
+        self.registry.register(ProcessCollector(source))
 
     def watch_lookups(self, source: Callable[[], Iterable[LookupSample]]) -> None:
         """Export how the tokenizers' caches fare, as `source` says at each scrape."""
@@ -315,6 +356,10 @@ class Metrics:
     def watch_connections(self, count: Callable[[], int]) -> None:
         """Export the number of connections that `count` returns at each scrape."""
         self.connections.set_function(count)
+
+    def watch_log(self, lost: Callable[[], int]) -> None:
+        """Export how many log lines `lost` says that nobody read in time."""
+        self.registry.register(LogCollector(lost))
 
     def watch_gate(self, source: Callable[[], GateSample]) -> None:
         """Export the state of the HTTP side that `source` gives at each scrape."""
@@ -325,6 +370,8 @@ class Metrics:
         key = (model, endpoint)
         bound = self._endpoints.get(key)
         if bound is None:
+            self._forget_models()  # also where nobody scrapes
+            self._models.add(model)
             bound = self._endpoints[key] = EndpointMetrics(self, model, endpoint)
         return bound
 

@@ -8,7 +8,7 @@ is named in the log, and stays as it is. Values are not logged: some are secrets
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -63,12 +63,11 @@ def spec_in(config: Config, worker: WorkerConfig) -> WorkerSpec:
 
 def fleet_settings(config: Config) -> FleetSettings:
     """Return what a configuration says of all workers."""
-    own = (config.server.host, config.server.port), (config.metrics_host, config.metrics.port)
     return FleetSettings(
         link=_link_settings(config),
         max_logprobs=config.limits.max_logprobs,
         health=config.health,
-        own=[f"{host}:{port}" for host, port in own],
+        own=config.own_addresses,
     )
 
 
@@ -108,11 +107,12 @@ def _link_settings(config: Config) -> LinkSettings:
 
 
 class Parts(msgspec.Struct):
-    """What of a running daemon can be changed."""
+    """What of a running daemon can be changed. `managed` are the workers of `[[engines]]`."""
 
     service: Service
     fleet: Fleet
     loader: ModelLoader
+    managed: Sequence[WorkerSpec] = ()
 
 
 def reload(running: Config, wanted: Config, parts: Parts) -> Config:
@@ -120,6 +120,8 @@ def reload(running: Config, wanted: Config, parts: Parts) -> Config:
     in_force = _change_settings(running, wanted, parts)
     _change_models(running, wanted, parts)
     _change_workers(running, wanted, parts.fleet)
+    for spec in parts.managed:  # one that somebody has removed comes back, and so does its engine
+        _change_worker(spec, False, parts.fleet)
     if running.engines != wanted.engines:
         log.warning(FIXED, key="engines")
     log.info("configuration reloaded", workers=len(wanted.workers), models=len(wanted.models))
@@ -159,6 +161,7 @@ def setters(parts: Parts) -> Mapping[str, Setter]:
         "limits.max_concurrent_requests": _read_when_needed,
         "limits.queue_size": _read_when_needed,
         "limits.queue_timeout_secs": _read_when_needed,
+        "health.disable_health_check": _read_when_needed,
         "health.remove_unhealthy_workers": _read_when_needed,
         "health.check_interval": _read_when_needed,
         "health.drain_settle": _read_when_needed,
@@ -236,12 +239,12 @@ def _change_workers(running: Config, wanted: Config, fleet: Fleet) -> None:
 
 
 def _change_worker(spec: WorkerSpec, changed: bool, fleet: Fleet) -> None:
-    """Add a worker that is not there, and replace one whose table has changed."""
+    """Add a worker that is not there; replace one whose table has changed, or that was drained."""
     record = fleet.by_url(spec.url)
     try:
         if record is None or record.state == "failed":
             fleet.add(spec)
-        elif changed:
+        elif changed or record.state == "draining":
             fleet.replace(record.id, spec)
     except WorkerError as error:
         log.error("worker not changed", worker=spec.url, reason=str(error))  # noqa: TRY400

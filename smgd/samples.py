@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 
 import msgspec
@@ -238,6 +238,37 @@ def _worker_families(samples: list[WorkerSample]) -> Iterator[Metric]:
     yield from (pool, active, health, requests, *counters.values())
 
 
+class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An engine that smgd has started itself, as a process. `pid` is that of its guardian.
+
+    `starts` counts processes, `restarts` the times that one had to be started again; `last_end`
+    says why the latest of them.
+    """
+
+    state: str
+    starts: int
+    restarts: int
+    pid: int | None = None
+    last_end: str = ""
+
+
+class ProcessCollector(Collector):
+    """Counts the restarts of engines that smgd has started itself; they are given by worker."""
+
+    def __init__(self, source: Callable[[], Mapping[str, ProcessSample]]) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        restarts = CounterMetricFamily(
+            "smg_engine_restarts",
+            "Times that an engine which smgd has started itself had to be started again",
+            labels=["worker"],
+        )
+        for worker, process in self._source().items():
+            restarts.add_metric([worker], process.restarts)
+        yield restarts
+
+
 class LookupCollector(Collector):
     """Counts what the caches of tokenizers found."""
 
@@ -254,6 +285,17 @@ class LookupCollector(Collector):
             lookups.add_metric([sample.model, "hit"], sample.hits)
             lookups.add_metric([sample.model, "miss"], sample.misses)
         yield lookups
+
+
+class LogCollector(Collector):
+    """Counts the log lines that were lost, which a log that nobody reads cannot tell."""
+
+    def __init__(self, lost: Callable[[], int]) -> None:
+        self._lost = lost
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Log lines that were not written since nobody read the log"
+        yield CounterMetricFamily("smg_log_lines_lost", text, value=self._lost())
 
 
 class GateSample(msgspec.Struct, frozen=True, kw_only=True):

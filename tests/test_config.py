@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from smgd import config as package
 from smgd.config import Config, EngineConfig, ModelConfig, WorkerConfig, load
+from smgd.config.findings import Findings
 from smgd.config.keys import FLAGS, MODEL, all_keys, keys_of, tables
 from smgd.config.load import contradictions, convert, override, parse
 from smgd.config.reference import docs, example
@@ -24,8 +25,8 @@ from smgd.errors import ConfigError
 ROOT = Path(package.__file__).parents[2]
 URL = "ipc:///tmp/smg-zmq/engine-0"
 UNSUPPORTED = (
-    "ZMQ worker ipc:///a has unsupported runtime sglang: only vllm is supported over the ZMQ"
-    " direct backend"
+    "workers[0].runtime_type: ZMQ worker ipc:///a has unsupported runtime sglang: only vllm is"
+    " supported over the ZMQ direct backend"
 )
 
 NO_ORIGIN = (
@@ -106,6 +107,14 @@ def test_a_whole_file() -> None:
         ('[server]\nport = "x"', 'server.port: found "x", allowed is an integer from 0 to 65535'),
         ("[server]\nport = true", "server.port: found true, allowed is an integer from 0 to 65535"),
         ("[server]\nport = 65536", "server.port: found 65536, allowed is an integer from 0 to "),
+        (
+            "[[workers]]\nurl = 'ipc:///a'\nengine_count = 1025",
+            "workers[0].engine_count: found 1025, allowed is an integer from 1 ",
+        ),
+        (
+            "[[engines]]\nreplicas = 65536",
+            "engines[0].replicas: found 65536, allowed is an integer",
+        ),
         ("[server]\nbacklog = 0", "server.backlog: found 0, allowed is an integer from 1 up"),
         ("[timeouts]\nsend = 0", "timeouts.send: found 0, allowed is seconds, a number above 0"),
         ("[timeouts]\nsend = nan", "timeouts.send: found nan, allowed is seconds, a number above"),
@@ -136,6 +145,71 @@ def test_a_mistake_names_file_key_value_and_what_is_allowed(text: str, said: str
 
 def test_all_mistakes_of_a_file_are_told_at_once() -> None:
     assert len(mistakes('[server]\nport = "x"\nprot = 1\n[log]\nlevel = "loud"')) == 3
+
+
+def every_mistake(text: str, file: Path) -> list[str]:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    return [line.removeprefix(f"{file}: ") for line in str(caught.value).splitlines()]
+
+
+def test_a_mistake_of_one_kind_hides_none_of_another(tmp_path: Path) -> None:
+    text = """
+    [server]
+    prot = 1
+    cors_allowed_origins = ["a"]
+    [auth]
+    api_keys = ["sk 1"]
+    api_key_files = ["/none/1", "/none/2"]
+    [models.m]
+    [[workers]]
+    engine_count = 0
+    [[workers]]
+    url = "ipc:///a"
+    model = "n"
+    [[workers]]
+    url = "ipc:///a"
+    """
+    found = every_mistake(text, tmp_path / "smgd.toml")
+    assert [line.partition(": ")[0] for line in found] == [
+        "server.prot",
+        "workers[0].url",
+        "workers[0].engine_count",
+        "auth.api_key_files",
+        "auth.api_key_files",
+        "auth.api_keys",
+        "server.cors_allowed_origins",
+        "workers[1].model",
+        "workers[2].url",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[metrics]\nport = 30000\n[server]\nport = false",
+        "[models.m]\n[[workers]]\n[[workers]]\nurl = 1",
+        "[models.m]\n[[workers]]\nurl = 1",
+        "workers = [1]\n[models.m]",
+    ],
+)
+def test_nothing_is_said_of_what_would_follow_from_a_mistake(text: str, tmp_path: Path) -> None:
+    found = every_mistake(text, tmp_path / "smgd.toml")
+    assert all("allowed is" in line or "must be given" in line for line in found), found
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, "1" * 100_000])
+def test_a_file_that_is_more_than_a_parser_takes_is_not_toml(value: str) -> None:
+    (line,) = mistakes(f"[server]\nport = {value}")
+    assert line.startswith("smgd.toml: this is not TOML: ")
+
+
+@pytest.mark.parametrize("name", ["a", "alias", "/models/tulip"])
+def test_a_worker_names_its_model_by_id_alias_or_path(name: str) -> None:
+    tables = '[models.a]\npath = "/models/tulip"\naliases = ["alias"]\n[models.b]\n'
+    config = parse(f'{tables}[[workers]]\nurl = "ipc:///a"\nmodel = "{name}"', "smgd.toml")
+    assert config.model_of(config.workers[0]) == "a"
 
 
 def test_a_file_that_is_not_toml_is_told_with_the_place() -> None:
@@ -275,33 +349,51 @@ def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
 
 
 def check(text: str) -> list[str]:
-    return list(contradictions(parse(text, "smgd.toml")))
+    found = Findings()
+    contradictions(parse(text, "smgd.toml"), found)
+    return found.mistakes
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[metrics]\nport = 30000", "server.port and metrics.port are both 30000"),
+        ("[metrics]\nport = 30000", "metrics.port: server.port is 30000, too"),
         (
             '[models.m]\n[[workers]]\nurl = "ipc:///a"\n[[workers]]\nurl = "ipc:///a"',
-            "2 workers have the url ipc:///a",
+            "workers[1].url: workers[0] has the url ipc:///a, too",
         ),
-        ('[models.a]\naliases = ["b"]\n[models.b]', "2 models have the name 'b'"),
-        ('[models.a]\naliases = [""]', "a model or an alias has no name"),
+        ('[models.a]\naliases = ["b"]\n[models.b]', "models.\"b\": 2 models have the name 'b'"),
+        ('[models.a]\naliases = [""]', 'models."a": a model or an alias has no name'),
         (
             '[[workers]]\nurl = "ipc:///a"',
             (
-                "ZMQ worker ipc:///a has no model identity: give --model-path "
+                "workers[0].model: ZMQ worker ipc:///a has no model identity: give --model-path "
                 "(smgd serve: --model) or [models.ID]"
             ),
         ),
         (
             '[models.a]\n[models.b]\n[[workers]]\nurl = "ipc:///a"',
-            "ZMQ worker ipc:///a has no model identity: set its model to one of a, b",
+            (
+                "workers[0].model: ZMQ worker ipc:///a has no model identity: set its model to one"
+                " of a, b"
+            ),
         ),
         (
             '[models.a]\n[[workers]]\nurl = "ipc:///a"\nmodel = "b"',
-            "worker ipc:///a serves model 'b', for which there is no [models.\"b\"]; there is: a",
+            (
+                "workers[0].model: worker ipc:///a serves model 'b', for which there is no"
+                ' [models."b"]; there is: a'
+            ),
+        ),
+        (
+            (
+                '[models.a]\npath = "/p"\n[models.b]\npath = "/p"\n[[workers]]\nurl = "ipc:///a"\n'
+                'model = "/p"'
+            ),
+            (
+                "workers[0].model: worker ipc:///a serves the model at '/p', but several are there:"
+                " name one of a, b"
+            ),
         ),
         (
             '[models.a]\n[[workers]]\nurl = "ipc:///a"\nruntime_type = "sglang"',
@@ -338,7 +430,7 @@ def test_settings_that_do_not(text: str) -> None:
 def test_contradictions_are_told_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "smgd.toml"
     file.write_text("[metrics]\nport = 30000")
-    with pytest.raises(ConfigError, match=r"smgd\.toml: server\.port and metrics\.port"):
+    with pytest.raises(ConfigError, match=r"smgd\.toml: metrics\.port: server\.port is"):
         load(file)
     assert load(file, {"metrics.port": 1}).metrics.port == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from smgd.api.chat import ChatRequest, decode_chat
 from smgd.api.completions import CompletionRequest
 from smgd.api.fields import HARMLESS
 from smgd.cli import main
+from smgd.config.findings import Findings
+from smgd.config.load import contradictions, parse
 from smgd.wire.fnv import handshake_port
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +46,26 @@ def test_make_targets_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = {target for pair in targets for target in pair if target}
     assert [target for target in named if f"\n{target}:" not in makefile] == []
+
+
+def tables(page: Path) -> list[str]:
+    """Return the pieces of configuration files in a page."""
+    blocks = re.findall(r"^(?:    .*\n|\n)+|^```toml\n[^`]*", page.read_text(), re.MULTILINE)
+    plain = (textwrap.dedent(block.removeprefix("```toml")).strip() for block in blocks)
+    return [block for block in plain if re.match(r"\[+[a-z]+", block)]
+
+
+def test_there_are_pieces_of_configuration_files() -> None:
+    assert sum(len(tables(page)) for page in PAGES) > 1
+
+
+@pytest.mark.parametrize(
+    ("page", "text"), [pytest.param(p, t, id=p.name) for p in PAGES for t in tables(p)]
+)
+def test_configuration_files_are_what_check_config_takes(page: Path, text: str) -> None:
+    found = Findings()
+    contradictions(parse(text, page.name), found)
+    assert found.mistakes == []
 
 
 def commands(program: str) -> list[list[str]]:

@@ -20,6 +20,7 @@ from smgd.samples import (
     GateSample,
     Looks,
     LookupSample,
+    ProcessSample,
     RankSample,
     WorkerSample,
 )
@@ -27,6 +28,17 @@ from smgd.samples import (
 DOCS = (Path(__file__).parent.parent / "docs/metrics.md").read_text()
 EXPORTED, NOT_EXPORTED = DOCS.split("\n## Not exported")
 NAMES = re.compile(r"`(smg_[a-z_]+)`")
+
+FINISHED = Finished(
+    streaming=True,
+    prompt_tokens=3,
+    completion_tokens=5,
+    seconds=1.0,
+    ttft=0.2,
+    generation=0.8,
+    queue=0.01,
+    prefill=0.1,
+)
 
 
 def rank(number: int = 0, work: EngineWork | None = None) -> RankSample:
@@ -55,25 +67,14 @@ def every_series() -> list[Metric]:
     metrics = watching(lambda: [worker(rank())])
     metrics.watch_gate(gate)
     metrics.watch_lookups(lambda: [LookupSample("m", 3, 1)])
+    metrics.watch_processes(lambda: {"ipc:///w": ProcessSample("running", 3, 2)})
     metrics.watch_connections(lambda: 2)
+    metrics.watch_log(lambda: 7)
     metrics.answered("GET", "/health", 200, "", 0.1)
     metrics.failed("m", "chat", "no_workers")
     metrics.failed("m", "chat", "backend_error")
     metrics.chosen("m", "least_load")
-    metrics.finished(
-        "m",
-        "chat",
-        Finished(
-            streaming=True,
-            prompt_tokens=3,
-            completion_tokens=5,
-            seconds=1.0,
-            ttft=0.2,
-            generation=0.8,
-            queue=0.01,
-            prefill=0.1,
-        ),
-    )
+    metrics.finished("m", "chat", FINISHED)
     return list(metrics.registry.collect())
 
 
@@ -140,8 +141,7 @@ def test_buckets_reach_an_hour_and_are_fine_for_tokens() -> None:
         if metric.type == "histogram":
             limits = [s.labels["le"] for s in metric.samples if s.name.endswith("_bucket")]
             bounds[metric.name] = sorted({float(limit) for limit in limits})
-    for name in ("smg_http_request_duration_seconds", "smg_router_request_duration_seconds"):
-        assert bounds[name][-2] == 3600
+    assert {limits[-2] for limits in bounds.values()} == {3600}
     for name in ("smg_router_ttft_seconds", "smg_router_tpot_seconds"):
         within = [bound for bound in bounds[name] if 0.001 <= bound <= 0.1]
         assert all(after / before <= 2.5 for before, after in pairwise(within))
@@ -209,6 +209,14 @@ def test_lookups_are_told_by_model_and_result() -> None:
     ]  # fmt: skip
 
 
+def test_restarts_are_told_by_worker() -> None:
+    metrics = Metrics()
+    processes = {"a": ProcessSample("waiting", 3, 4), "b": ProcessSample("running", 1, 0)}
+    metrics.watch_processes(lambda: processes)
+    samples = family(metrics, "smg_engine_restarts").samples
+    assert [(s.labels, s.value) for s in samples] == [({"worker": "a"}, 4), ({"worker": "b"}, 0)]
+
+
 def test_counts_of_workers_and_engines() -> None:
     work = EngineWork(generated=70, prefix_queries=64, prefix_hits=48)
     counts = EngineCounts(requests=9, aborts=2)
@@ -238,6 +246,40 @@ def test_series_end_with_their_worker_and_begin_anew_with_its_successor() -> Non
 
 
 # ----------------------------------------------------------------------------------- rates
+
+
+def test_series_end_with_their_model_and_begin_anew_with_its_return() -> None:
+    metrics = Metrics()
+    served = {"a", "b"}
+    metrics.watch_models(lambda: served)
+    metrics.failed("unknown", "chat", "validation_error")
+    for model in served:
+        serve_once(metrics, model)
+    assert 'model="a"' in metrics.render().decode()
+    with_both = len(metrics.render().splitlines())
+    served.remove("a")
+    for _ in range(2):
+        page = metrics.render().decode()
+        assert 'model="a"' not in page
+        assert "smg_router_requests_total{" in page
+        assert 'model="unknown"' in page
+        serve_once(metrics, "a")  # what ends after its model was removed
+    served.add("a")
+    assert 'model="a"' in metrics.render().decode()
+    served.remove("a")
+    metrics.render()
+    served.add("a")
+    serve_once(metrics, "a")
+    assert len(metrics.render().splitlines()) == with_both
+    for name in ("smg_router_requests", "smg_worker_selection"):
+        assert sum(values(metrics, name)) == 2
+
+
+def serve_once(metrics: Metrics, model: str) -> None:
+    metrics.finished(model, "chat", FINISHED)
+    metrics.chosen(model, "least_load")
+    metrics.failed(model, "chat", "no_workers")
+    metrics.migrations.labels(model, "migrated").inc()
 
 
 def test_throughput_is_that_of_the_last_seconds() -> None:

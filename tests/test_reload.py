@@ -121,6 +121,24 @@ async def test_a_worker_whose_table_has_changed_is_registered_again(
         assert list(fleet.records.values()) == [after]
 
 
+async def test_a_worker_that_was_drained_serves_again(
+    nursery: trio.Nursery, tmp_path: Path
+) -> None:
+    async with reloading(nursery, tmp_path, 0, 1) as case:
+        house = case.api.house
+        house.start_engine(worker=0)
+        await case.until(w0="ready", w1="pending")
+        untouched = house.daemon.fleet.by_url(case.api.urls[1])
+        drained = house.daemon.fleet.by_url(case.api.urls[0])
+        assert drained is not None
+        house.daemon.fleet.drain(drained.id)
+        await case.until(w0="draining", w1="pending")
+        case.reload(0, 1)
+        await case.until(w0="ready", w1="pending")
+        assert house.daemon.fleet.by_url(case.api.urls[1]) is untouched
+        assert len(house.tally.ready_at) == 1, "the engine has not begun anew"
+
+
 async def test_workers_of_the_api_are_left_alone_and_failed_ones_are_tried_again(
     nursery: trio.Nursery, tmp_path: Path
 ) -> None:

@@ -46,7 +46,8 @@ def messages() -> Iterator[tuple[str, str]]:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and node.args and _tells(node.func):
-                longest = max(parts(node.args[0]), key=len, default="").strip()
+                text = node.args[1] if _finds(node.func) else node.args[0]
+                longest = max(parts(text), key=len, default="").strip()
                 if len(longest) > 2:
                     yield f"{name}:{node.lineno}", longest
 
@@ -56,8 +57,14 @@ def _tells(function: ast.expr) -> bool:
         case ast.Name(id=name):
             return name in ERRORS
         case ast.Attribute(value=ast.Name() | ast.Attribute(), attr=name):
-            return name in LEVELS and "log" in ast.unparse(function.value).lower()
+            logs = name in LEVELS and "log" in ast.unparse(function.value).lower()
+            return logs or _finds(function)
     return False
+
+
+def _finds(function: ast.expr) -> bool:
+    """Tell whether this is a method of `Findings`, whose first argument is the key to blame."""
+    return ast.unparse(function) in ("found.broken", "found.note", "found.wrong")
 
 
 def test_messages_are_found() -> None:

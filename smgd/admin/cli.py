@@ -3,12 +3,14 @@
 One row of `COMMANDS` for each command: its arguments, what they become on the wire, and how the
 answer is shown to people; `--json` shows it as it came.
 
-Exit codes: 0 done, 1 smgd said no, 2 wrong usage, 3 no smgd was reached.
+Exit codes: 0 done, 1 smgd said no (or its answer cannot be written), 2 wrong usage, 3 no smgd was
+reached. Whoever reads only the beginning of an answer (`| head`) has what was asked for: 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from smgd.admin import show
 from smgd.admin.client import ClientError, ask
 from smgd.admin.protocol import DEFAULT_SOCKET
 
+EXIT_NOT_WRITTEN: Final = 1
 EXIT_USAGE: Final = 2
 SOCKET_VARIABLE: Final = "SMGD_ADMIN_SOCKET"
 
@@ -66,9 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"smgctl: {error}", file=sys.stderr)
         return error.exit_code
     if getattr(args, "json", False):
-        print(msgspec.json.format(msgspec.json.encode(result)).decode())
-    else:
-        print(command.show(result))
+        return _print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    return _print(command.show(result))
+
+
+def _print(text: str) -> int:
+    """Write to standard output; return the exit code."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # What is left in the buffer is not tried again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0
+        print(f"smgctl: cannot write the answer: {error.strerror}", file=sys.stderr)
+        return EXIT_NOT_WRITTEN
     return 0
 
 
@@ -122,6 +137,12 @@ class _Parser(argparse.ArgumentParser):
             **options, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
         )
 
+    def print_help(self, file: Any = None) -> None:
+        if file is not None:
+            super().print_help(file)
+        elif code := _print(self.format_help().rstrip()):
+            self.exit(code)
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
@@ -144,10 +165,20 @@ def _label(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed is a number, 0 or more")
+    return value
+
+
 def _changeable(parser: Parser) -> None:
     """Add what can be said of a worker at any time."""
     parser.add_argument("--priority", type=int, metavar="N", help="kept and shown")
-    parser.add_argument("--cost", type=float, metavar="X", help="kept and shown")
+    parser.add_argument("--cost", type=_amount, metavar="X", help="kept and shown")
     parser.add_argument(
         "--label",
         type=_label,
@@ -158,7 +189,7 @@ def _changeable(parser: Parser) -> None:
     )
     parser.add_argument(
         "--drain-settle-secs",
-        type=float,
+        type=_amount,
         metavar="SECONDS",
         help="how long running requests may take when the worker is removed",
     )

@@ -53,7 +53,7 @@ def ask(path: str, command: str, args: dict[str, Any], timeout: float = TIMEOUT)
         raise UnreachableError(_CLOSED.format(path))
     try:
         answer = decode_answer(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreachableError(f"what listens at {path} is not smgd: {error}") from error
     if answer.kind == "denied":
         raise UnreachableError(answer.error)

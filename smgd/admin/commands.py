@@ -16,6 +16,7 @@ import trio
 
 from smgd import __version__
 from smgd import log as logging
+from smgd.admin.peer import Peer
 from smgd.admin.protocol import Answer, Request
 from smgd.admin.views import (
     ModelView,
@@ -102,23 +103,25 @@ class Commands:
         self.fleet = control.service.fleet
         self.views = Views(control.service, control.loader)
         self._started = trio.current_time()
+        self._caller: dict[str, int] = {}  # of the command that is being carried out, for the log
 
-    def run(self, request: Request) -> Answer:
-        """Return what a command has to say; a fault of ours is no end of the daemon's."""
+    def run(self, request: Request, peer: Peer) -> Answer:
+        """Return what a command of `peer` has to say; a fault of ours is no end of the daemon's."""
+        self._caller = {"uid": peer.uid, "pid": peer.pid}
         command = COMMANDS.get(request.command)
         if command is None:
             text = f"there is no command {request.command!r}; there are: {', '.join(COMMANDS)}"
             return Answer(error=text, kind="usage")
         try:
             args = msgspec.convert(request.args, command.args)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, RecursionError) as error:
             return Answer(error=f"{request.command}: {error}", kind="usage")
         try:
             return Answer(result=command.function(self, args))
         except SmgdError as error:
             return Answer(error=str(error), kind="failed")
         except Exception:
-            log.exception("admin command failed", command=request.command)
+            log.exception("admin command failed", command=request.command, **self._caller)
             return Answer(error="it failed by a fault of smgd's; its log has it", kind="failed")
 
     # ------------------------------------------------------------------------------- looking
@@ -177,8 +180,7 @@ class Commands:
 
     def drain_worker(self, args: WorkerArgs) -> WorkerDetail:
         """Give a worker no new requests; it stays connected until it is removed."""
-        record = self._find(args.worker)
-        record.worker.drain()
+        record = self.fleet.drain(self._find(args.worker).id)
         self._note("workers drain", worker=record.spec.url)
         return self.views.worker(record)
 
@@ -228,7 +230,7 @@ class Commands:
         return {"level": logging.current_level()}
 
     def _note(self, command: str, **fields: Any) -> None:
-        log.info("admin command", command=command, **fields)
+        log.info("admin command", command=command, **fields, **self._caller)
 
     def _find(self, name: str) -> Record:
         """Return the worker that a name means. Raises `WorkerNotFoundError`, `CommandError`."""

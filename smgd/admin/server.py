@@ -15,13 +15,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 import structlog
 import trio
 
-from smgd.admin.peer import Access, access_to, peer_of
+from smgd.admin.peer import Access, Peer, access_to, peer_of
 from smgd.admin.protocol import MAX_REQUEST, Answer, Request, decode_request, encode
 from smgd.config import AdminConfig
 from smgd.errors import ConfigError
@@ -33,7 +33,7 @@ IDLE_SECONDS: Final = 60.0
 BACKLOG: Final = 16
 SOCKET_NAME: Final = "smgd.sock"
 
-Run = Callable[[Request], Answer]
+Run: TypeAlias = Callable[[Request, Peer], Answer]
 
 
 async def serve(
@@ -42,7 +42,10 @@ async def serve(
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Answer requests with what `run` returns, until cancelled; at once without a listener."""
+    """Answer requests with what `run` returns, until cancelled; at once without a listener.
+
+    `run` is told who asks.
+    """
     task_status.started()
     if listeners:
         await trio.serve_listeners(partial(_attend, run), listeners)
@@ -52,26 +55,33 @@ async def _attend(run: Run, stream: trio.SocketStream) -> None:
     try:
         access = access_to(stream.socket.getsockname())
         peer = peer_of(stream.socket)
-        if not access.allows(peer):
+        if access.allows(peer):
+            await _answer(partial(_answer_to, run, peer), stream)
+        else:
             log.warning("admin socket refused", uid=peer.uid, pid=peer.pid)
-            run = partial(_refuse, access)
-        await _answer(run, stream)
+            await _answer(partial(_refuse, access), stream)
     except (OSError, trio.BrokenResourceError, trio.TooSlowError) as error:
         log.debug("admin connection lost", reason=str(error))
+    except Exception:
+        log.exception("admin connection failed")  # and only that one: the daemon goes on
 
 
-async def _answer(run: Run, stream: trio.SocketStream) -> None:
+async def _answer(answer_to: Callable[[bytes], Answer], stream: trio.SocketStream) -> None:
     async with aclosing(_lines(stream)) as lines:
         async for line in lines:
             if len(line) > MAX_REQUEST:
                 text = f"a request has at most {MAX_REQUEST} bytes"
                 await _send(stream, Answer(error=text, kind="usage"))
                 return
-            try:
-                answer = run(decode_request(line))
-            except msgspec.DecodeError as error:
-                answer = Answer(error=f"this is not a request: {error}", kind="usage")
-            await _send(stream, answer)
+            await _send(stream, answer_to(line))
+
+
+def _answer_to(run: Run, peer: Peer, line: bytes) -> Answer:
+    try:
+        request = decode_request(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Answer(error=f"this is not a request: {error}", kind="usage")
+    return run(request, peer)
 
 
 async def _lines(stream: trio.SocketStream) -> AsyncGenerator[bytes, None]:
@@ -96,8 +106,11 @@ async def _send(stream: trio.SocketStream, answer: Answer) -> None:
         await stream.send_all(encode(answer))
 
 
-def _refuse(access: Access, _: Request) -> Answer:
-    """Be asked in vain: a client that is not heard out might not read why."""
+def _refuse(access: Access, _: bytes) -> Answer:
+    """Be asked in vain: a client that is not heard out might not read why.
+
+    What it has to say is not looked at.
+    """
     try:
         group = grp.getgrgid(access.gid).gr_name
     except KeyError:
@@ -124,7 +137,8 @@ def opened(
 ) -> Iterator[list[trio.SocketListener]]:
     """Give the listeners of the admin socket: those inherited, or one of our own, or none.
 
-    Our own socket's file is gone when the block ends. Raises `ConfigError`.
+    Our own socket's file is gone when the block ends; that of another, which has taken its place,
+    is left alone. Raises `ConfigError`.
     """
     if inherited or not path:
         yield inherited
@@ -132,6 +146,7 @@ def opened(
     try:
         gid = grp.getgrnam(config.group).gr_gid if config.group else -1
         listener = _listen(path, int(config.mode, 8), gid)
+        mine = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except KeyError:
         raise ConfigError(f"admin.group: there is no group {config.group!r}") from None
     except OSError as error:
@@ -142,7 +157,20 @@ def opened(
         yield [trio.SocketListener(trio.socket.from_stdlib_socket(listener))]
     finally:
         listener.close()
-        Path(path).unlink(missing_ok=True)
+        _remove_own(path, mine)
+
+
+def _remove_own(path: str, mine: int) -> None:
+    """Remove the file that `mine` is a descriptor of, which keeps its inode from being reused."""
+    try:
+        if os.path.samestat(os.fstat(mine), os.lstat(path)):
+            Path(path).unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("cannot remove the admin socket", path=path, reason=str(error))
+    finally:
+        os.close(mine)
 
 
 def _listen(path: str, mode: int, gid: int) -> socket.socket:

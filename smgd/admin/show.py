@@ -38,7 +38,7 @@ def workers(answer: list[Answer]) -> str:
     """Return the table of workers, and why some are not ready."""
     if not answer:
         return "no worker; add one: smgctl workers add ipc:///PATH"
-    titles = ("ID", "URL", "MODEL", "STATE", "FOR", "ENGINES", "REQUESTS", "WAITING", "KV")
+    titles = ("ID", "URL", "MODEL", "STATE", ">FOR", ">ENGINES", ">REQUESTS", ">WAITING", ">KV")
     rows = [
         (
             worker["id"][:_SHORT_ID],
@@ -76,6 +76,7 @@ def worker(answer: Answer) -> str:
             ("waiting for", answer.get("waiting_for")),
             ("seen so far", _seen(answer)),
             ("connect with", answer.get("connect")),
+            ("engine process", _process(answer.get("engine_process"))),
             ("runtime", answer["runtime"]),
             ("engines", answer["engines"]),
             ("engine version", answer.get("engine_version")),
@@ -93,6 +94,16 @@ def worker(answer: Answer) -> str:
 def _load(answer: Answer) -> str:
     cache = tables.percent(answer["kv_usage"])
     return f"{answer['running']} running, {answer['waiting']} waiting, KV cache {cache}"
+
+
+def _process(process: Answer | None) -> str:
+    """Say how the engine fares that smgd has started itself."""
+    if not process:
+        return ""
+    pid = f" (pid {process['pid']})" if process.get("pid") else ""
+    times = f"started {process['starts']} times, restarts: {process['restarts']}"
+    last = f"; the last one {process['last_end']}" if process.get("last_end") else ""
+    return f"{process['state']}{pid}, {times}{last}"
 
 
 def _seen(answer: Answer) -> str:
@@ -123,7 +134,7 @@ def models(answer: list[Answer]) -> str:
     """Return the table of models, and what is missing."""
     if not answer:
         return "no model; give one with --model-path, [models.ID] or a worker's model_path"
-    titles = ("MODEL", "READY", "WORKERS", "CONTEXT", "ALIASES", "PATH")
+    titles = ("MODEL", ">READY", ">WORKERS", ">CONTEXT", "ALIASES", "PATH")
     rows = [
         (
             model["id"],
@@ -144,7 +155,7 @@ def requests(answer: list[Answer]) -> str:
     """Return the table of running requests."""
     if not answer:
         return "no request is running"
-    titles = ("ID", "AGE", "MODEL", "WORKER", "PROMPT", "TOKENS", "CLIENT", "REQUEST ID")
+    titles = ("ID", ">AGE", "MODEL", "WORKER", ">PROMPT", ">TOKENS", "CLIENT", "REQUEST ID")
     rows = [
         (
             request["id"],

@@ -11,14 +11,15 @@ Row = Sequence[object]
 
 
 def table(titles: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return columns as wide as they have to be; numbers are aligned on the right."""
-    lines = [list(titles), *([_text(cell) for cell in row] for row in rows)]
+    """Return columns as wide as they have to be; those whose title begins with > on the right."""
+    right = [title.startswith(">") for title in titles]
+    names = [title.removeprefix(">") for title in titles]
+    lines = [names, *([_text(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    right = [_is_number(column[1:]) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, right, strict=True)
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
         ).rstrip()
         for line in lines
     )
@@ -79,8 +80,3 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}={inner}" for key, inner in value.items())
     return str(value)
-
-
-def _is_number(cells: Iterable[str]) -> bool:
-    found = [cell.rstrip("%smhd").replace(".", "", 1) for cell in cells]
-    return bool(found) and all(cell == "-" or cell[:1].isdecimal() for cell in found)

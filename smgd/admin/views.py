@@ -16,6 +16,7 @@ import trio
 from smgd.admin import connect
 from smgd.config import Config
 from smgd.core import Worker, WorkerState
+from smgd.samples import ProcessSample
 from smgd.text.loader import ModelLoader
 from smgd.web.service import Running, Service
 from smgd.workers.record import Record
@@ -73,7 +74,8 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
 
 class WorkerDetail(WorkerView, frozen=True, kw_only=True, omit_defaults=True):
     """A worker alone. What has been `seen` of the handshake and what it waits for are told of one
-    that is not ready, with the command line of an engine that would connect."""
+    that is not ready, with the command line of an engine that would connect; `engine_process` of
+    one whose engine smgd starts itself."""
 
     handshake: str
     input: str
@@ -87,6 +89,7 @@ class WorkerDetail(WorkerView, frozen=True, kw_only=True, omit_defaults=True):
     seen: list[str] = []
     waiting_for: str = ""
     connect: str = ""
+    engine_process: ProcessSample | None = None
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -163,6 +166,7 @@ class Views:
             max_model_len=info.max_model_len if info else None,
             engine_version=info.version if info else "",
             ranks=_ranks(worker),
+            engine_process=self._service.process_of(spec.url),
             **self._handshake(record),
         )
 
@@ -180,30 +184,30 @@ class Views:
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": round(load.kv_usage, 4),
-            "reason": record.reason or worker.unready or "",
+            "reason": record.reason or record.waits or worker.unready or "",
         }
 
     def _seconds(self, record: Record) -> float:
-        if record.reason or record.leaving:
+        if record.reason or record.leaving or record.waits:
             return max(self._service.wall_clock() - record.since, 0.0)
         return self._times.seconds(record.worker)
 
     def _handshake(self, record: Record) -> dict[str, Any]:
         """Return what an operator needs to know to get an engine connected."""
-        if record.state not in ("pending", "not_ready"):
+        if record.state not in ("pending", "not_ready") or record.waits:
             return {}
         worker = record.worker
+        seen = {"seen": worker.seen, "waiting_for": worker.awaited}
+        if self._service.process_of(record.spec.url) is not None:
+            return seen
         source = self._loader.sources.get(worker.model_id)
-        return {
-            "seen": worker.seen,
-            "waiting_for": worker.awaited,
-            "connect": connect.command(
-                worker.runtime,
-                source.path if source else worker.model_id,
-                record.spec.dp_size or 1,
-                record.addresses.handshake,
-            ),
-        }
+        command = connect.command(
+            worker.runtime,
+            source.path if source else worker.model_id,
+            record.spec.dp_size or 1,
+            record.addresses.handshake,
+        )
+        return {**seen, "connect": command}
 
     def models(self) -> list[ModelView]:
         """Return all models."""

@@ -10,12 +10,15 @@ from smgd.api import params as common
 from smgd.api.answer import Format, make_answer
 from smgd.api.base import Plan, PlanContext, Surface
 from smgd.api.envelope import error_body, error_event
-from smgd.api.fields import FieldRules, decode
+from smgd.api.fields import FieldRules, decode, missing_parameter, unsupported_value
 from smgd.api.logprobs import ChatLogprobs
 from smgd.errors import TemplateError, invalid_request, unsupported_parameter
 from smgd.text.model import Model
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+# vLLM's; the last one is not OpenAI's.
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class Conversation(Protocol):
@@ -44,32 +47,7 @@ class ChatRequest(common.GenerationParams, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-RULES = FieldRules.of(
-    ChatRequest,
-    {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),  # without tools there is nothing to parallelize
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "verbosity": ("medium",),
-        "echo": (False,),
-        "best_of": (1,),
-        "suffix": (),
-        "chat_template": (),
-        "include_reasoning": (True,),
-        "separate_reasoning": (True,),
-        "stream_reasoning": (True,),
-        "no_stop_trim": (False,),
-        "session_params": (),
-        "return_hidden_states": (False,),
-        "sampling_seed": (),
-    },
-)
+RULES = FieldRules.of(ChatRequest)
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -97,6 +75,11 @@ def check_conversation(messages: list[dict[str, Any]], request: Conversation) ->
             "Set only one of 'add_generation_prompt' and 'continue_final_message'.",
             "continue_final_message",
         )
+    effort = request.reasoning_effort
+    if effort is not None and effort not in REASONING_EFFORTS:
+        raise unsupported_value("reasoning_effort", effort, REASONING_EFFORTS)
+    if (request.chat_template_kwargs or {}).get("chat_template") is not None:
+        raise unsupported_parameter("chat_template_kwargs.chat_template")
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
@@ -107,13 +90,9 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
         where = f"messages[{index}]"
         role = message.get("role")
         if role is None:
-            name = f"{where}.role"
-            text = f"Missing required parameter: '{name}'."
-            raise invalid_request("missing_required_parameter", text, name)
+            raise missing_parameter(f"{where}.role")
         if not isinstance(role, str) or role not in ROLES:
-            allowed = ", ".join(sorted(ROLES))
-            text = f"Invalid value for '{where}.role': {role!r}. Supported values are: {allowed}."
-            raise invalid_request("invalid_value", text, f"{where}.role")
+            raise unsupported_value(f"{where}.role", role, sorted(ROLES))
         _check_content(message.get("content"), f"{where}.content")
 
 
@@ -161,20 +140,30 @@ async def plan_chat(request: ChatRequest, context: PlanContext) -> Plan:
 
 def render(messages: list[dict[str, Any]], request: Conversation, model: Model) -> str:
     """Return the prompt of a conversation. Raises `ApiError` 400 with the template's words."""
-    kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     try:
         return model.template.render(
             messages,
             documents=request.documents,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
-            kwargs=kwargs,
+            kwargs=_template_kwargs(request),
         )
     except TemplateError as error:
         message = f"The model's chat template refused the messages: {error}"
         raise invalid_request("process_messages_failed", message, "messages") from error
+
+
+def _template_kwargs(request: Conversation) -> dict[str, Any]:
+    """Return the further variables of the template, as vLLM makes them of the request.
+
+    Its own field wins over the variable of that name. Templates that think only if told to are told
+    so by any effort, unless the client says itself whether they shall.
+    """
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs["reasoning_effort"] = request.reasoning_effort
+        kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return kwargs
 
 
 # ------------------------------------------------------------------------------ the answer

@@ -10,32 +10,28 @@ from smgd.api import params as common
 from smgd.api.answer import Format, make_answer
 from smgd.api.base import Plan, PlanContext, Surface
 from smgd.api.envelope import error_body, error_event
-from smgd.api.fields import FieldRules, decode
+from smgd.api.fields import FieldRules, decode, missing_parameter
 from smgd.api.logprobs import CompletionLogprobs
-from smgd.errors import ApiError, invalid_request
+from smgd.errors import ApiError, invalid_request, unsupported_parameter
 
 # vLLM's default for this surface; OpenAI's as well.
 DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(common.GenerationParams, kw_only=True):
-    """The body of POST /v1/completions, as far as it is honoured."""
+    """The body of POST /v1/completions, as far as it is honoured.
+
+    `max_completion_tokens` is the chat's, and may only repeat `max_tokens`: there are clients that
+    send both everywhere.
+    """
 
     prompt: Any
+    max_completion_tokens: int | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
 
 
-RULES = FieldRules.of(
-    CompletionRequest,
-    {
-        "prompt_embeds": (),
-        "echo": (False,),
-        "suffix": ("",),
-        "best_of": (1,),
-        "no_stop_trim": (False,),
-    },
-)
+RULES = FieldRules.of(CompletionRequest)
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
@@ -44,6 +40,8 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     """Decode and check a body. Raises `ApiError` 400."""
     request, unknown = decode(_decoder, body, RULES)
     common.check(request)
+    if request.max_completion_tokens not in (None, request.max_tokens):
+        raise unsupported_parameter("max_completion_tokens", "Use 'max_tokens'.")
     request.prompt = read_prompts(request.prompt)
     count, choices = len(request.prompt), request.n or 1
     if count * choices > common.MAX_SEQUENCES:
@@ -57,6 +55,8 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 
 def read_prompts(prompt: Any) -> list[str | list[int]]:
     """Return the prompts behind the four forms that OpenAI allows. Raises `ApiError` 400."""
+    if prompt is None:
+        raise missing_parameter("prompt")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and _is_ids(prompt)) else prompt
     if not isinstance(prompts, list) or not all(isinstance(p, str) or _is_ids(p) for p in prompts):
         text = (

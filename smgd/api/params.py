@@ -25,6 +25,10 @@ MAX_SEQUENCES = 2048
 # on the event loop.
 MAX_STOP_CHARS = 4096
 
+# What vLLM lets into a salt: its caches make file names and addresses of it.
+MAX_SALT_CHARS = 128
+SALT_FORBIDDEN = frozenset("@/\\\0")
+
 # No token is longer than this in the vocabularies that are in use; longer stops cannot be one.
 LONGEST_STOP = 64
 
@@ -67,7 +71,7 @@ class GenerationParams(msgspec.Struct, kw_only=True):
 
 def check(params: GenerationParams) -> None:
     """Refuse what no engine needs to be asked about. Raises `ApiError` 400."""
-    if params.stream_options is not None and not params.stream:
+    if params.stream_options not in (None, StreamOptions()) and not params.stream:
         raise invalid_request(
             "stream_options_requires_stream",
             "'stream_options' is only allowed when 'stream' is true.",
@@ -89,6 +93,17 @@ def check(params: GenerationParams) -> None:
     if length > MAX_STOP_CHARS:
         text = f"'stop' has {length} characters in all; the maximum is {MAX_STOP_CHARS}."
         raise invalid_request("string_above_max_length", text, "stop")
+    if params.cache_salt is not None:
+        _check_salt(params.cache_salt)
+
+
+def _check_salt(salt: str) -> None:
+    if len(salt) > MAX_SALT_CHARS:
+        text = f"'cache_salt' has {len(salt)} characters; the maximum is {MAX_SALT_CHARS}."
+        raise invalid_request("string_above_max_length", text, "cache_salt")
+    if not salt or not SALT_FORBIDDEN.isdisjoint(salt):
+        text = "'cache_salt' must not be empty, nor contain '@', '/', '\\' or NUL."
+        raise invalid_request("invalid_value", text, "cache_salt")
 
 
 def stop_strings(params: GenerationParams) -> tuple[str, ...]:
@@ -165,7 +180,8 @@ def sequences(
     """Return one request for each choice of each prompt, a prompt's choices together.
 
     A prompt comes with its limit of new tokens. `logprobs` is the number of alternatives to show
-    for each token, None for none at all. An explicit seed becomes `seed + i` for choice i.
+    for each token, None for none at all. An explicit seed becomes `seed + i` for choice i; behind
+    the largest of 64 bits comes the smallest.
     """
     stop = stop_rules(params, context.model)
     output = OutputWishes(
@@ -179,7 +195,7 @@ def sequences(
         for index in range(params.n or 1):
             own = base
             if index and base.seed is not None:
-                own = msgspec.structs.replace(base, seed=base.seed + index)
+                own = msgspec.structs.replace(base, seed=_int64(base.seed + index))
             requests.append(
                 GenerationRequest(
                     id=context.ids.next(),
@@ -238,6 +254,10 @@ def sampling(params: GenerationParams, model: Model, tokens: int, stop: StopRule
         logit_bias=params.logit_bias or None,
         allowed_token_ids=params.allowed_token_ids,
     )
+
+
+def _int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def _first(asked: float | None, configured: float | None, default: float) -> float:

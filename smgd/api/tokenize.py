@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from smgd.api.base import Query, QueryContext
-from smgd.api.chat import check_conversation, render
-from smgd.api.fields import FieldRules, decode
+from smgd.api.chat import Conversation, check_conversation, render
+from smgd.api.fields import KNOWN, FieldRules, decode
+from smgd.api.params import GenerationParams
 from smgd.errors import invalid_request
 from smgd.text.tokenizer import Tokenizer
 
@@ -42,21 +43,44 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-_TOKENIZE_RULES = FieldRules.of(TokenizeRequest, {"tools": ([],), "chat_template": ()})
-_DETOKENIZE_RULES = FieldRules.of(DetokenizeRequest, {})
+# Clients count the tokens of a request that they are about to make: how much is generated, and how,
+# does not change its prompt.
+_GENERATING = frozenset(GenerationParams.__struct_fields__) | {
+    "max_completion_tokens", "logprobs", "top_logprobs",
+}  # fmt: skip
+
+# What makes a prompt of messages, and has no meaning for one that is a text already.
+_OF_MESSAGES = frozenset(Conversation.__annotations__) - {"add_special_tokens"}
+
+TOKENIZE_RULES = FieldRules.of(TokenizeRequest, _GENERATING)
+DETOKENIZE_RULES = FieldRules.of(DetokenizeRequest, _GENERATING)
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_tokenize(body: bytes) -> tuple[TokenizeRequest, list[str]]:
     """Decode and check a body. Raises `ApiError` 400."""
-    request, unknown = decode(_tokenize_decoder, body, _TOKENIZE_RULES)
-    if (request.prompt is None) == (request.messages is None):
-        text = "Give either 'prompt' or 'messages'."
-        raise invalid_request("mutually_exclusive_parameters", text, "prompt")
+    request, unknown = decode(_tokenize_decoder, body, TOKENIZE_RULES)
     if request.messages is not None:
+        if request.prompt is not None:
+            text = "Give either 'prompt' or 'messages', not both."
+            raise invalid_request("mutually_exclusive_parameters", text, "prompt")
         check_conversation(request.messages, request)
+    elif request.prompt is None:
+        text = "Missing required parameter: one of 'prompt' and 'messages'."
+        raise invalid_request("missing_required_parameter", text, "prompt")
+    else:
+        _check_of_messages(request)
     return request, unknown
+
+
+def _check_of_messages(request: TokenizeRequest) -> None:
+    """Refuse what would not be honoured, since there are no messages. Raises `ApiError` 400."""
+    for name in sorted(_OF_MESSAGES):
+        value = getattr(request, name)
+        if value is not None and value not in KNOWN[name]:
+            text = f"'{name}' belongs to 'messages'; with 'prompt' it has no meaning."
+            raise invalid_request("mutually_exclusive_parameters", text, name)
 
 
 async def tokenize(request: TokenizeRequest, context: QueryContext) -> bytes:
@@ -87,7 +111,7 @@ def _strings(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
 
 def decode_detokenize(body: bytes) -> tuple[DetokenizeRequest, list[str]]:
     """Decode a body. Raises `ApiError` 400."""
-    return decode(_detokenize_decoder, body, _DETOKENIZE_RULES)
+    return decode(_detokenize_decoder, body, DETOKENIZE_RULES)
 
 
 async def detokenize(request: DetokenizeRequest, context: QueryContext) -> bytes:

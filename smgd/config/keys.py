@@ -43,6 +43,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--log-level": "log.level",
     "--log-json": "log.json",
     "--policy": "routing.policy",
+    "--disable-health-check": "health.disable_health_check",
     "--remove-unhealthy-workers": "health.remove_unhealthy_workers",
     "--migration": "routing.migration",
     "--max-migrations": "routing.max_migrations",

@@ -1,9 +1,9 @@
-"""From a TOML file and flags to one checked `Config`.
+"""From a TOML file and flags to one `Config`, and all that is wrong with them.
 
-Three steps: the file alone is checked key by key (`parse`); flags replace keys (`override`); what
-only shows when all is known, such as two workers with one URL, is looked for last
-(`contradictions`). Every mistake of a step is told at once, one line each, with the key, what was
-found, what is allowed, and for an unknown key the nearest that exists.
+Three steps: the file alone is sifted key by key; flags replace keys (`override`); what only shows
+when all is known, such as two workers with one URL, is looked for last (`contradictions`). A step
+goes on with what is right, so that the mistakes of all steps are told at once, one line each, with
+the key, what was found, what is allowed, and for an unknown key the nearest that exists.
 
 The walk over the keys is ours, since the errors of msgspec do not carry the value that was found or
 the name of a model's table; the values themselves are left to it.
@@ -14,8 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import fields, replace
 
+from smgd.config.findings import Findings
 from smgd.config.keys import ARRAYS, MODEL, Key, all_keys, header, keys_of, tables, toml
 from smgd.config.schema import RUNTIMES, Config, EngineConfig, ModelConfig, WorkerConfig
 from smgd.errors import ConfigError
@@ -36,52 +36,67 @@ _ANY_HOST: Final = {"0.0.0.0", "::"}
 def load(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:
     """Read `file` and lay `flags` (values by the path of their key) over it.
 
-    Raises ConfigError with one line for each mistake.
+    Raises ConfigError with one line for each mistake. What a host says of it, `smgd.checks` knows.
     """
-    config = Config() if file is None else parse(_read(file), str(file))
-    config = with_key_files(override(config, flags or {}))
-    if found := list(contradictions(config)):
-        raise _error(found, str(file) if file and not flags else None)
+    found = Findings()
+    config = read(file, flags or {}, found)
+    found.check()
+    return config
+
+
+def read(file: Path | None, flags: Mapping[str, Any], found: Findings) -> Config:
+    """Return what file and flags say, as far as it can be used; `found` gets what is wrong.
+
+    Raises ConfigError for a file of which nothing can be said, and for flags that do not fit it.
+    """
+    config = Config()
+    if file is not None:
+        found.prefix = f"{file}: "
+        config = msgspec.convert(_sifted(_tables_of(_read(file), str(file)), found), Config)
+        found.look_at(file)
+    if flags:
+        found.prefix = ""
+    config = with_key_files(override(config, flags), found)
+    contradictions(config, found)
     return config
 
 
 def parse(text: str, file: str) -> Config:
     """Return what a configuration file says; `file` is its name for errors."""
-    try:
-        return convert(tomllib.loads(text), file)
-    except tomllib.TOMLDecodeError as exc:
-        raise ConfigError(f"{file}: this is not TOML: {exc}") from exc
+    return convert(_tables_of(text, file), file)
 
 
 def convert(data: dict[str, Any], file: str) -> Config:
     """Return what the tables of a file say."""
-    if found := list(_mistakes(data)):
-        raise _error(found, file)
-    return msgspec.convert(data, Config)
+    found = Findings(f"{file}: ")
+    sifted = _sifted(data, found)
+    found.check()
+    return msgspec.convert(sifted, Config)
 
 
-def with_key_files(config: Config) -> Config:
+def with_key_files(config: Config, found: Findings) -> Config:
     """Return `config` with the API keys that are in files among the others.
 
-    Raises ConfigError for a file that cannot be read, or has no key: keys were meant to be needed.
+    A file that cannot be read, or has no key, is a mistake: keys were meant to be needed.
     """
     files = config.auth.api_key_files
-    keys = (*config.auth.api_keys, *(key for file in files for key in _keys_in(file)))
+    keys = (*config.auth.api_keys, *(key for file in files for key in _keys_in(file, found)))
     return replace(config, auth=replace(config.auth, api_keys=keys))
 
 
-def _keys_in(file: str) -> list[str]:
+def _keys_in(file: str, found: Findings) -> list[str]:
+    where = "auth.api_key_files"
+    content = found.read(where, file)
+    if content is None:
+        return []
     try:
-        text = Path(file).read_text(encoding="ascii")
-    except OSError as exc:
-        raise ConfigError(f"auth.api_key_files: {file} cannot be read: {exc.strerror}") from exc
+        lines = [line.strip() for line in content.decode("ascii").splitlines()]
     except UnicodeDecodeError as exc:
-        where = f"byte {exc.start} is not ASCII"
-        raise ConfigError(f"auth.api_key_files: {file} does not hold keys: {where}") from None
-    lines = [line.strip() for line in text.splitlines()]
+        found.wrong(where, f"{file} does not hold keys: byte {exc.start} is not ASCII")
+        return []
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"auth.api_key_files: there is no key in {file}")
+        found.wrong(where, f"there is no key in {file}")
     return keys
 
 
@@ -107,52 +122,70 @@ def override(config: Config, flags: Mapping[str, Any]) -> Config:
     )
 
 
-def contradictions(config: Config) -> Iterator[str]:
-    """Give what is wrong with settings that are each allowed."""
+def contradictions(config: Config, found: Findings) -> None:
+    """Find what is wrong with settings that are each allowed."""
     hosts = {config.server.host, config.metrics_host}
     if 0 != config.server.port == config.metrics.port and (len(hosts) == 1 or hosts & _ANY_HOST):
-        yield f"server.port and metrics.port are both {config.server.port}"
-    names = Counter(name for key, model in config.models.items() for name in (key, *model.aliases))
-    yield from (f"{n} models have the name {name!r}" for name, n in names.items() if n > 1)
-    if "" in names:
-        yield "a model or an alias has no name"
-    yield from _gate_contradictions(config)
-    urls = Counter(worker.url for worker in config.workers)
-    yield from (f"{n} workers have the url {url}" for url, n in urls.items() if n > 1)
-    for worker in config.workers:
-        yield from _worker_contradictions(config, worker)
+        text = f"server.port is {config.server.port}, too"
+        found.wrong("metrics.port", text, "server.port")
+    _name_contradictions(config, found)
+    _gate_contradictions(config, found)
+    first: dict[str, int] = {}
+    for number, worker in enumerate(config.workers):
+        if first.setdefault(worker.url, number) != number:
+            text = f"workers[{first[worker.url]}] has the url {worker.url}, too"
+            found.broken(f"workers[{number}].url", text)
+        _worker_contradictions(config, number, worker, found)
 
 
-def _gate_contradictions(config: Config) -> Iterator[str]:
-    """Give what is wrong with keys and origins. A key is never shown."""
-    for number, key in enumerate(config.auth.api_keys, 1):
+def _name_contradictions(config: Config, found: Findings) -> None:
+    owners: dict[str, list[str]] = {}
+    for key, model in config.models.items():
+        for name in (key, *model.aliases):
+            owners.setdefault(name, []).append(key)
+    for name, keys in owners.items():
+        if not name:
+            found.wrong(f'models."{keys[0]}"', "a model or an alias has no name")
+        elif len(keys) > 1:
+            found.wrong(f'models."{keys[-1]}"', f"{len(keys)} models have the name {name!r}")
+
+
+def _gate_contradictions(config: Config, found: Findings) -> None:
+    """Find what is wrong with keys and origins. A key is never shown."""
+    keys = config.auth.api_keys
+    for number, key in enumerate(keys, 1):
         if not _KEY.fullmatch(key):
-            yield (
-                f"auth.api_keys: key {number} of {len(config.auth.api_keys)} is empty, or has"
-                " something other than visible ASCII characters in it"
+            found.wrong(
+                "auth.api_keys",
+                f"key {number} of {len(keys)} is empty, or has something other than visible ASCII"
+                " characters in it",
             )
     origins = config.server.cors_allowed_origins
     if "*" in origins and len(origins) > 1:
-        yield "server.cors_allowed_origins: * means all origins, so it stands alone"
+        found.wrong("server.cors_allowed_origins", "* means all origins, so it stands alone")
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            yield (
-                f"server.cors_allowed_origins: {origin!r} is no origin, such as"
-                " https://chat.example.org or http://localhost:3000, without a path"
+            found.wrong(
+                "server.cors_allowed_origins",
+                f"{origin!r} is no origin, such as https://chat.example.org or"
+                " http://localhost:3000, without a path",
             )
 
 
-def _worker_contradictions(config: Config, worker: WorkerConfig) -> Iterator[str]:
+def _worker_contradictions(
+    config: Config, number: int, worker: WorkerConfig, found: Findings
+) -> None:
     if worker.runtime_type not in RUNTIMES:
         only = f"only {' and '.join(RUNTIMES)} {'is' if len(RUNTIMES) == 1 else 'are'} supported"
-        yield (
+        found.wrong(
+            f"workers[{number}].runtime_type",
             f"ZMQ worker {worker.url} has unsupported runtime {worker.runtime_type}: {only}"
-            " over the ZMQ direct backend"
+            " over the ZMQ direct backend",
         )
     try:
         config.model_of(worker)
     except ConfigError as exc:
-        yield str(exc)
+        found.wrong(f"workers[{number}].model", str(exc))
 
 
 # ------------------------------------------------------------------------ the file, key by key
@@ -167,57 +200,77 @@ def _read(file: Path) -> str:
         raise ConfigError(f"{file}: this is not TOML: not UTF-8 at byte {exc.start}") from exc
 
 
-def _error(mistakes: list[str], file: str | None) -> ConfigError:
-    lines = dict.fromkeys(f"{file}: {text}" if file else text for text in mistakes)
-    return ConfigError("\n".join(lines))
+def _tables_of(text: str, file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as exc:  # also of integers without end, or nested so deep
+        raise ConfigError(f"{file}: this is not TOML: {exc}") from exc
 
 
-def _mistakes(data: dict[str, Any]) -> Iterator[str]:
+def _sifted(data: dict[str, Any], found: Findings) -> dict[str, Any]:
+    """Return what can be used of the tables of a file; `found` gets what is wrong with the rest."""
+    good: dict[str, Any] = {}
     structs = dict(tables())
-    for where, table, value in _tables_in(data):
-        if table not in structs:
-            yield _unknown(where, [field.name for field in fields(Config)])
-            continue
-        keys = keys_of(table, structs[table])
-        if not isinstance(value, dict) or where in ("models", *ARRAYS):
-            hidden = any(key.secret for key in keys)
-            yield _found(where, value, f"a table {header(table)}", hidden=hidden)
-        else:
-            yield from _key_mistakes(keys, value, where)
-
-
-def _tables_in(data: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Give each table of a file: where it is, the name of its kind, and what is in it."""
     for name, value in data.items():
+        kind = MODEL if name == "models" else name
         match name, value:
             case "models", dict():
-                yield from ((f'models."{key}"', MODEL, table) for key, table in value.items())
+                where = {key: f'models."{key}"' for key in value}
+                good[name] = {k: _sifted_table(where[k], kind, t, found) for k, t in value.items()}
             case (("workers" | "engines"), list()):
-                yield from ((f"{name}[{n}]", name, table) for n, table in enumerate(value))
-            case "models", _:
-                yield name, MODEL, value
+                places = [(f"{name}[{n}]", table) for n, table in enumerate(value)]
+                good[name] = [_sifted_table(where, kind, t, found) for where, t in places]
+            case _, _ if kind not in structs:
+                found.broken(name, _unknown(name, [field.name for field in fields(Config)]))
+            case _, dict() if kind not in (MODEL, *ARRAYS):
+                good[name] = _sifted_table(name, kind, value, found)
             case _:
-                yield name, name, value
+                found.broken(name, _not_a_table(kind, value))
+    return good
 
 
-def _key_mistakes(keys: list[Key], table: dict[str, Any], where: str) -> Iterator[str]:
-    known = {key.name: key for key in keys}
-    yield from (_unknown(f"{where}.{name}", [*known]) for name in table if name not in known)
+def _sifted_table(where: str, kind: str, table: Any, found: Findings) -> dict[str, Any]:
+    """Return the keys of one table that have a value which is allowed.
+
+    One that must be given, and is not, is empty text: the table keeps its place among the others.
+    """
+    known = {key.name: key for key in keys_of(kind, dict(tables())[kind])}
+    if not isinstance(table, dict):
+        found.broken(where, _not_a_table(kind, table))
+        table = {}
+    for name in (name for name in table if name not in known):
+        found.broken(f"{where}.{name}", _unknown(f"{where}.{name}", [*known]))
+    good: dict[str, Any] = {}
     for name, key in known.items():
-        if name not in table:
-            if key.default is UNSET:
-                yield f"{where}.{name}: must be given, such as {toml(key.sample)}"
-            continue
-        try:
-            msgspec.convert(table[name], key.type)
-        except msgspec.ValidationError:
-            yield _found(f"{where}.{name}", table[name], key.allowed, hidden=key.secret)
+        if name in table and _fits(table[name], key):
+            good[name] = table[name]
+        elif name in table:
+            text = _found(table[name], key.allowed, hidden=key.secret)
+            found.broken(f"{where}.{name}", text)
+        elif key.default is UNSET:
+            found.broken(f"{where}.{name}", f"must be given, such as {toml(key.sample)}")
+        if key.default is UNSET:
+            good.setdefault(name, "")
+    return good
 
 
-def _found(where: str, value: Any, allowed: str, *, hidden: bool) -> str:
+def _fits(value: Any, key: Key) -> bool:
+    try:
+        msgspec.convert(value, key.type)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _not_a_table(kind: str, value: Any) -> str:
+    hidden = any(key.secret for key in keys_of(kind, dict(tables())[kind]))
+    return _found(value, f"a table {header(kind)}", hidden=hidden)
+
+
+def _found(value: Any, allowed: str, *, hidden: bool) -> str:
     text = "something else" if hidden else toml(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return f"{where}: found {shown}, allowed is {allowed}"
+    return f"found {shown}, allowed is {allowed}"
 
 
 def _unknown(where: str, known: list[str]) -> str:
@@ -226,7 +279,7 @@ def _unknown(where: str, known: list[str]) -> str:
     elsewhere = [path for path in all_keys() if path.endswith(f".{name}")]
     near = difflib.get_close_matches(name, known, n=1) or elsewhere
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
-    return f"{where}: there is no such key{hint} There are: {', '.join(known)}"
+    return f"there is no such key{hint} There are: {', '.join(known)}"
 
 
 # ----------------------------------------------------------------------------------- flags

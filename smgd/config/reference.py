@@ -20,7 +20,11 @@ smgd reads one TOML file, flags, or both: `smgd run --config FILE` the file alon
 `smgd launch [--config FILE] FLAGS` both. A flag is another way to write one key. What counts is
 the flag, else the file, else the default.
 
-`smgd check-config FILE` tells every mistake of a file: the key, what was found, what is allowed.
+`smgd check-config FILE` tells every mistake of a file: the key, what was found, what is allowed. It
+also looks at the host, without binding anything: whether files of keys and of TLS can be used, the
+group exists, names of hosts are known, sockets and ports can go together. All that starts smgd asks
+the same, as does a reload, so what it calls OK is not refused later, unless another process has a
+port or a path. It judges for the user who asks ([operations.md](operations.md#upgrading)).
 [smgd.toml.example](../smgd.toml.example) has all keys with their defaults, commented out.
 
 Durations are in seconds, with a fraction if need be, and `inf` for no limit; sizes are in bytes;
@@ -33,8 +37,8 @@ The flags of `[launch]` and `[[engines]]` are those of `smgd serve` ([serve.md](
 `--backend` is that of the engine. They change the only engine of the file, or add one to a file
 that has none.
 
-smgd exits with 0 when it was stopped, 1 when it failed, and 2 when a flag or the file is wrong
-(`check-config`: 1).
+smgd exits with 0 when it was stopped, 1 when it failed, and 2 when a flag or the file is wrong;
+so does `check-config`.
 """
 
 _EXAMPLE: Final = """\

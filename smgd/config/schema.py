@@ -16,6 +16,9 @@ from smgd.errors import ConfigError
 
 RUNTIMES: Final = ("vllm",)
 
+# Data-parallel engines of a worker: each costs memory and a task, also while it is only awaited.
+MAX_ENGINES: Final = 1024
+
 _SECONDS: Final = {"unit": "seconds"}
 _BYTES: Final = {"unit": "bytes"}
 
@@ -318,6 +321,13 @@ class RoutingConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
 class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """When workers are given up, and how they leave."""
 
+    disable_health_check: Annotated[
+        bool,
+        Meta(
+            description="Ignored, with a warning for each worker: the connection to an engine says"
+            " whether it is there, and there is no check to disable."
+        ),
+    ] = False
     remove_unhealthy_workers: Annotated[
         bool,
         Meta(
@@ -395,7 +405,11 @@ class WorkerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         str, Meta(description=f"Engine behind the worker: {' or '.join(RUNTIMES)}.")
     ] = RUNTIMES[0]
     model: Annotated[
-        str, Meta(description="Name of the model that the worker serves; empty: the only one.")
+        str,
+        Meta(
+            description="Name, alias or path of the model that the worker serves; empty: the only"
+            " one."
+        ),
     ] = ""
     zmq_handshake_address: Annotated[
         str,
@@ -405,7 +419,10 @@ class WorkerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         ),
     ] = ""
     engine_count: Annotated[
-        int, Meta(ge=1, description="Data-parallel engines that dial in to this worker.")
+        int,
+        Meta(
+            ge=1, le=MAX_ENGINES, description="Data-parallel engines that dial in to this worker."
+        ),
     ] = 1
 
 
@@ -460,6 +477,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         int,
         Meta(
             ge=1,
+            le=65535,
             description="Independent engines that are started, each with a worker and GPUs of its"
             " own.",
         ),
@@ -525,6 +543,12 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         """Return the address of the metrics listener."""
         return self.metrics.host or self.server.host
 
+    @property
+    def own_addresses(self) -> list[str]:
+        """Return what smgd itself listens on, as `HOST:PORT`; IPv6 in brackets."""
+        own = (self.server.host, self.server.port), (self.metrics_host, self.metrics.port)
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in own]
+
     def model_path(self, name: str) -> str:
         """Return where the files of a configured model are: a directory or a Hugging Face id."""
         return self.models[name].path or name
@@ -536,9 +560,15 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def model_of(self, worker: WorkerConfig) -> str:
         """Return the name of the model that `worker` serves; ConfigError if it is not known."""
         known = ", ".join(self.models)
-        if worker.model in self.models:
-            return worker.model
         if worker.model:
+            named = self._models_named(worker.model)
+            if len(named) == 1:
+                return named[0]
+            if named:
+                raise ConfigError(
+                    f"worker {worker.url} serves the model at {worker.model!r}, but several are"
+                    f" there: name one of {', '.join(named)}"
+                )
             raise ConfigError(
                 f"worker {worker.url} serves model {worker.model!r}, for which there is no"
                 f' [models."{worker.model}"]; there is: {known or "none"}'
@@ -549,3 +579,10 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         if known:
             hint = f"set its model to one of {known}"
         raise ConfigError(f"ZMQ worker {worker.url} has no model identity: {hint}")
+
+    def _models_named(self, name: str) -> list[str]:
+        """Return the models that have a name: an id, else an alias, else a path."""
+        if name in self.models:
+            return [name]
+        by_alias = [key for key, model in self.models.items() if name in model.aliases]
+        return by_alias or [key for key in self.models if self.model_path(key) == name]

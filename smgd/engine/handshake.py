@@ -43,9 +43,10 @@ class Rank:
 
     `work` is what it has done, but for the tokens of those in flight.
 
-    `lost` is why it cannot be used, None if it can. `proof` is the first call whose answer shows
-    that it lives. `heard_at` is when it said anything, `worked_at` when that was about requests
-    (seconds, on the owner's clock); `called` is whether it was asked for a sign of life since.
+    `ready` is whether its handshake is complete and nothing speaks against it since. `proof` is the
+    first call whose answer shows that it lives. `heard_at` is when it said anything, `worked_at`
+    when that was about requests (seconds, on the owner's clock); `called` is whether it was asked
+    for a sign of life since.
     """
 
     def __init__(self, index: int) -> None:
@@ -68,19 +69,19 @@ class Rank:
         self.lockstep = False  # ranks of a MoE model step together and have to be woken together
         self.recalled = False
         self.served = False  # whether it has been ready
-        self.lost: str | None = "no engine has dialled in yet"
+        self.ready = False
 
-    def recall(self, said: Said, info: EngineInfo, reason: str) -> None:
+    def recall(self, said: Said, info: EngineInfo, proof: int) -> None:
         """Know what it said to a former life of the daemon, as `info`; whether it lives is open."""
         self.said_ready = self.recalled = True
         self.registration, self.info, self.lockstep = said.registration, info, said.lockstep
-        self.lost = reason
+        self.proof = proof
 
     def found(self) -> Found:
         """Be ready; return what has brought that about."""
         how: Found = "adopted" if self.recalled else "recovered" if self.served else "handshake"
-        self.said_ready = self.served = True
-        self.lost, self.recalled, self.proof = None, False, 0
+        self.said_ready = self.served = self.ready = True
+        self.recalled, self.proof = False, 0
         return how
 
     def told(self) -> EngineInfo:
@@ -97,11 +98,6 @@ class Rank:
         registered and was not greeted by this one is such a case, or is about to say it.
         """
         return self.info is not None and (self.said_ready or not self.greeted)
-
-    @property
-    def ready(self) -> bool:
-        """Whether the handshake is complete and nothing speaks against the engine since."""
-        return self.lost is None
 
     @property
     def said(self) -> Said:

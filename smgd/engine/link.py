@@ -12,6 +12,7 @@ take over the identity of its successor; and a restarted engine finds its listen
         ├─ monitors          of both data sockets
         ├─ outboxes          one for each engine: what it would not take at once
         ├─ asking            engines that are known but lost, whether they are there
+        ├─ files             by which engines find the sockets: whether they are there
         ├─ watch             over the silence of engines that have requests
         └─ (itself)          reports a handshake that does not get on
 
@@ -34,6 +35,7 @@ import trio
 from smgd.core import Dialect, GenerationRequest, Receiver, RequestIds
 from smgd.engine import paths
 from smgd.engine.asking import Asking
+from smgd.engine.binding import Binding
 from smgd.engine.events import (
     AbortForeign,
     EngineReady,
@@ -51,13 +53,8 @@ from smgd.engine.outbox import Outbox
 from smgd.engine.record import Memory, RecordFile
 from smgd.engine.session import Session
 from smgd.engine.transport import MessageSocket, PeerGoneError, TransportError, WorkerSockets
-from smgd.errors import EngineLostError, WorkerError
+from smgd.errors import EngineLostError
 from smgd.wire import vllm as wire
-
-# libzmq lets go of an address only a moment after its socket was closed, so that a worker which
-# follows another on the same path may have to try more than once.
-_BIND_RETRIES = 5
-_BIND_PAUSE = 0.1  # seconds
 
 
 class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +63,9 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     `startup_timeout`: how often a handshake that does not get on is reported; it is never given up.
     `send_timeout`: how long an engine may leave its queue full. `patience`: how long it may be
     silent while requests are in flight. `ask_interval`: between questions to an engine that is
-    lost. `rebind_interval`: between tries to bind again after a socket has failed. `linger`: how
-    long the last ABORTs may take to leave when we stop.
+    lost. `rebind_interval`: between tries to bind again after a socket has failed. `look_interval`:
+    between looks whether the socket files are still there. `linger`: how long the last ABORTs may
+    take to leave when we stop.
     """
 
     startup_timeout: float = 600
@@ -75,6 +73,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     patience: Patience = Patience()
     ask_interval: float = 2
     rebind_interval: float = 1
+    look_interval: float = 5
     linger: float = 0.2
 
 
@@ -110,18 +109,18 @@ class EngineLink:
             ids.is_ours,
             engines,
             first_call=secrets.randbits(62),  # an answer to a former life's call proves nothing
-            first_wave=time.time_ns() // 1000,  # no life has a million requests a second
         )
         self._roster = self.session.roster
         self._addresses = addresses
-        self._bind = bind
         self._engines = engines
         self._settings = settings
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._log = structlog.get_logger("smgd.engine").bind(worker=addresses.url)
         record = RecordFile(addresses, dialect.name, engines, model)
-        self._memory = Memory(record, self._roster, self._log)
+        # By the clock, in microseconds: no life has a million requests a second.
+        self._memory = Memory(record, self._roster, self._log, first_wave=time.time_ns() // 1000)
+        self._binding = Binding(addresses, bind, settings.rebind_interval, self._log)
         self._input: MessageSocket | None = None
         self._bound_at = 0.0
         self._outboxes = {
@@ -141,13 +140,14 @@ class EngineLink:
             f"Binding ZMQ client for worker {self._addresses.url} "
             f"(handshake={self._addresses.handshake}, engines={self._engines})"
         )
-        with paths.claimed(self._addresses):
+        with self._binding.claim:
             self._memory.recall()
-            sockets = await self._bind_first()
+            self.session.begin_waves(self._memory.first_wave)
+            sockets = await self._binding.first()
             task_status.started()
             while True:
                 await self._serve_until_socket_fails(sockets)
-                sockets = await self._bind_again()
+                sockets = await self._binding.again()
 
     def submit_nowait(self, request: GenerationRequest, receiver: Receiver) -> None:
         """Send a request, or raise `EngineLostError` or `LocalProtocolError` in place of `fail`."""
@@ -179,7 +179,7 @@ class EngineLink:
         reason = _STOPPED
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._read_handshake, sockets.handshake)
+                nursery.start_soon(self._read_handshake, sockets)
                 nursery.start_soon(self._read_registrations, sockets.input)
                 nursery.start_soon(self._read_outputs, sockets.output)
                 nursery.start_soon(self._follow, "input", sockets.input)
@@ -187,6 +187,7 @@ class EngineLink:
                 for outbox in self._outboxes.values():
                     nursery.start_soon(outbox.run, sockets.input)
                 nursery.start_soon(self._asking.run, sockets.input)
+                nursery.start_soon(self._keep_files, sockets)
                 nursery.start_soon(self._watch)
                 await self._report()
         except* TransportError as errors:
@@ -199,22 +200,6 @@ class EngineLink:
             self._input = None
             sockets.close(self._settings.linger)
 
-    async def _bind_first(self) -> WorkerSockets:
-        for _ in range(_BIND_RETRIES):
-            try:
-                return self._bind(self._addresses)
-            except WorkerError:
-                await trio.sleep(_BIND_PAUSE)
-        return self._bind(self._addresses)
-
-    async def _bind_again(self) -> WorkerSockets:
-        while True:
-            await trio.sleep(self._settings.rebind_interval)
-            try:
-                return self._bind(self._addresses)
-            except WorkerError as error:
-                self._log.error("cannot bind again; will retry", reason=str(error))
-
     async def _report(self) -> None:
         """Say that the worker is not ready, as long as that lasts."""
         waited = 0.0
@@ -226,10 +211,16 @@ class EngineLink:
             if scope.cancelled_caught:
                 waited += timeout
                 self._log.warning(
-                    f"ZMQ backend handshake incomplete for {self._addresses.url}: startup "
+                    f"ZMQ backend handshake failed for {self._addresses.url}: startup "
                     f"handshake timed out while waiting for {self._roster.awaited} after "
                     f"{waited:g}s; still listening on {self._addresses.handshake}"
                 )
+
+    async def _keep_files(self, sockets: WorkerSockets) -> None:
+        while True:
+            await trio.sleep(self._settings.look_interval)
+            self._binding.look(sockets)
+            self._memory.keep()
 
     async def _watch(self) -> None:
         while True:
@@ -240,12 +231,13 @@ class EngineLink:
 
     # ----------------------------------------------------------------------- what comes in
 
-    async def _read_handshake(self, handshake: MessageSocket) -> None:
+    async def _read_handshake(self, sockets: WorkerSockets) -> None:
         while True:
-            for frames in await handshake.recv_batch():
+            for frames in await sockets.handshake.recv_batch():
                 for event in self._roster.handshake(frames[0], frames[-1]):
                     if isinstance(event, SendInit):
-                        self._answer_hello(handshake, event)
+                        self._binding.look(sockets)  # it dials the data sockets next
+                        self._answer_hello(sockets.handshake, event)
                     else:
                         self._handle([event])
 

@@ -40,6 +40,7 @@ from smgd.errors import RemoteProtocolError
 MAX_UNDECODABLE = 3
 
 _DEAD = "the engine said that it is dead (ENGINE_CORE_DEAD)"
+_SILENT = "no engine has dialled in yet"
 _RECALLED = "an engine was here before, and has not answered yet"
 
 # Is told which engines are lost and why, once they are given nothing more; returns what follows.
@@ -49,10 +50,9 @@ OnLost: TypeAlias = Callable[[Sequence[Rank], str], list[SessionEvent]]
 class Roster:
     """The engines of a worker: `ranks` are all of them, `serving` those that take requests.
 
-    `unready` is why requests may not be submitted, None if they may. `answers` is whether engines
-    answer calls, which are numbered from `first_call`. `undecodable` is how many messages in a row
-    could not be read: whoever reads one sets it to 0. `init` is the payload that answers every
-    HELLO.
+    `answers` is whether engines answer calls, which are numbered from `first_call`. `undecodable`
+    is how many messages in a row could not be read: whoever reads one sets it to 0. `init` is the
+    payload that answers every HELLO.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Roster:
     ) -> None:
         self.ranks = [Rank(index) for index in range(engines)]
         self.serving: list[Rank] = []
-        self.unready: str | None = self.ranks[0].lost
         self.answers = dialect.heartbeat(0) is not None
         self.undecodable = 0
         self._dialect = dialect
@@ -75,12 +74,34 @@ class Roster:
         self._on_lost = on_lost
         self._complete = False  # whether every engine has been ready once
         self._next_call = first_call
+        self._no_connection = False  # is left, since the last engine was found
         self._left: int | None = None  # connections that are left, while it is open whose
+        self._reason = ""  # why nobody can be used, until something is heard that changes it
 
     @property
     def ready(self) -> bool:
         """Whether requests may be submitted."""
-        return self.unready is None
+        return bool(self.serving)
+
+    @property
+    def unready(self) -> str | None:
+        """Why requests may not be submitted, None if they may.
+
+        It is what the last engine was lost by, or what is waited for if engines are on their way.
+        """
+        if self.serving:
+            return None
+        return self._reason or (f"waiting for {self.awaited}" if self.seen else _SILENT)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether engines that have served were seen to leave, and none is still looked for.
+
+        One that is lost because it is silent has not left, nor has one that has not answered yet.
+        """
+        looked_for = any(rank.recalled for rank in self.ranks)
+        served = any(rank.served for rank in self.ranks)
+        return self._no_connection and served and not looked_for
 
     @property
     def info(self) -> EngineInfo | None:
@@ -127,6 +148,7 @@ class Roster:
         except RemoteProtocolError as error:
             return [Notice(str(error))]
         if message.status == "READY":
+            self._reason = ""
             rank.said_ready = True
             rank.lockstep = rank.lockstep or message.parallel_config_hash is not None
             return self._progress(rank)
@@ -134,6 +156,7 @@ class Roster:
         events = self._lose(family(self.ranks, rank) if rank.ready else [rank], reason)
         if rank.recalled:
             events.append(Notice(f"{reason}: its record is void"))
+        self._reason = ""
         rank.forget()
         rank.greeted = True
         return [*events, SendInit(identity, self._init)]
@@ -145,6 +168,7 @@ class Roster:
             rank.info = self._dialect.read_registration(payload)
         except RemoteProtocolError as error:
             return [Notice(str(error))]
+        self._reason = ""
         rank.registration = payload
         rank.lockstep = rank.told().data_parallel_size > 1
         # It may turn out to be of the family of one that serves, and is not ready itself.
@@ -160,7 +184,8 @@ class Roster:
         """
         infos = [(one, self._dialect.read_registration(one.registration)) for one in said]
         for one, info in infos:
-            self.ranks[one.index].recall(one, info, _RECALLED)
+            self.ranks[one.index].recall(one, info, self._next_call)
+            self._reason = _RECALLED
         self._complete = all(rank.known for rank in self.ranks)
 
     @property
@@ -205,6 +230,8 @@ class Roster:
         return self._found(rank) if rank.known and not rank.ready else []
 
     def _found(self, rank: Rank) -> list[SessionEvent]:
+        self._reason = ""
+        self._no_connection = False
         how = rank.found()
         self._counts.adoptions += how == "adopted"
         events: list[SessionEvent] = [EngineReady(rank.index, rank.told(), how)]
@@ -213,15 +240,14 @@ class Roster:
 
     def _settle(self) -> list[SessionEvent]:
         """Work out who can be used; tell if that is somebody now, or nobody any more."""
+        was_ready = self.ready
         self._find_serving()
-        if self.serving and self.unready is not None:
-            self.unready = None
-            self.undecodable = 0
-            return [SessionReady()]
-        if not self.serving and self.unready is None:
-            self.unready = f"waiting for {self.awaited}"
-            return [SessionLost(self.unready, 0)]
-        return []
+        if was_ready == self.ready:
+            return []
+        if was_ready:
+            return [SessionLost(f"waiting for {self.awaited}", 0)]
+        self.undecodable = 0
+        return [SessionReady()]
 
     def _find_serving(self) -> None:
         self.serving = [
@@ -232,6 +258,7 @@ class Roster:
 
     def disconnected(self, reason: str, left: int) -> list[SessionEvent]:
         """Hear that a connection of a data socket has ended and how many are `left` on it."""
+        self._no_connection = left == 0
         living = [rank for rank in self.ranks if rank.ready]
         if left >= len(living):
             return []  # not that of an engine that is in use, as far as can be told
@@ -291,18 +318,27 @@ class Roster:
         hit = [rank for rank in lost if rank.ready]
         for rank in lost:
             if rank.known:
-                rank.lost, rank.proof = reason, self._next_call
+                rank.ready, rank.proof = False, self._next_call
         if not hit:
-            if not self.serving and any(rank.known for rank in lost):
-                self.unready = reason
+            self._note(lost, reason)
             return []
         self._counts.losses += len(hit)
         return self._changed(hit, reason) + self._on_lost(hit, reason)
 
+    def _note(self, missing: Iterable[Rank], reason: str) -> None:
+        """Keep a reason why engines that were not in use cannot be: of several, the first counts.
+
+        Those that have been in use were lost before, and this follows from it.
+        """
+        is_news = any(rank.known and not rank.served for rank in missing)
+        if is_news and not self.serving and self._reason in ("", _RECALLED):
+            self._reason = reason
+
     def _changed(self, hit: Sequence[Rank], reason: str) -> list[SessionEvent]:
+        was_ready = self.ready
         self._find_serving()
         failed = sum(len(rank.in_flight) for rank in hit)
         if self.serving:
             return [EnginesLost([rank.index for rank in hit], reason, failed)]
-        was_ready, self.unready = self.ready, reason
+        self._reason = reason
         return [SessionLost(reason, failed)] if was_ready else []

@@ -67,8 +67,7 @@ class Session:
     """The requests that run on the engines of a worker, which are in its `roster`.
 
     `init` is the payload that answers every HELLO, `is_ours` tells our request ids from those of a
-    former life, `worker` is the URL, for texts. Calls are numbered from `first_call`, waves of MoE
-    groups from `first_wave`, which has to be above any that a former life has sent.
+    former life, `worker` is the URL, for texts. Calls are numbered from `first_call`.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Session:
         is_ours: Callable[[str], bool],
         engines: int = 1,
         first_call: int = 1,
-        first_wave: int = 1,
     ) -> None:
         self.counts = EngineCounts()
         self.roster = Roster(dialect, init, engines, first_call, self.counts, self._end)
@@ -93,7 +91,11 @@ class Session:
         self._worked: set[Rank] = set()
         self._foreign: dict[str, None] = {}  # a set that keeps the order
         self._turn = 0
-        self._wave = first_wave - 1
+        self._wave = 0  # of a MoE group: the highest that was sent or seen
+
+    def begin_waves(self, first: int) -> None:
+        """Number the waves of MoE groups from `first`: above any that a former life has sent."""
+        self._wave = max(self._wave, first - 1)
 
     @property
     def in_flight(self) -> int:

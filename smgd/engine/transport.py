@@ -56,6 +56,10 @@ class Monitor(Protocol):
 class MessageSocket(Protocol):
     """One end of a message channel; at most one task may wait in `recv_batch` at a time."""
 
+    def bind(self, address: str) -> str:
+        """Listen on an address, beside those that it has, and return it. Raises `WorkerError`."""
+        ...
+
     def send_nowait(self, frames: Sequence[bytes]) -> None:
         """Send one message. Raises `trio.WouldBlock`, `PeerGoneError` or `TransportError`."""
         ...

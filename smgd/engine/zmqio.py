@@ -135,7 +135,8 @@ class ZmqSocket:
     def bind(self, address: str) -> str:
         """Listen on a `tcp://` or `ipc://` address and return it, with the port if it was `*`.
 
-        Raises `WorkerError`.
+        To bind an `ipc://` address once more makes its file anew; the connections stay. libzmq
+        takes away whatever is at the path. Raises `WorkerError`.
         """
         try:
             self._raw.bind(address)

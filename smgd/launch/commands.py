@@ -93,6 +93,9 @@ BACKENDS: Final[Mapping[str, Backend]] = {
     ),
 }
 
+# A shell's ${variable} is none, and JSON has more in its braces than a name.
+_NAME: Final = re.compile(r"(?<!\$)\{([a-z_]+)\}")
+
 # How engines spell the number of GPUs that one of them takes: that of tensor parallelism times that
 # of pipeline stages.
 _TENSOR_PARALLEL: Final = (
@@ -119,7 +122,13 @@ def fill(words: Iterable[str], site: Site) -> Iterator[str]:
     """Put an engine's own values in the place of the names in braces; other braces stay."""
     values = structs.asdict(site)
     for word in words:
-        yield re.sub(r"\{(\w+)\}", lambda name: str(values.get(name[1], name[0])), word)
+        yield _NAME.sub(lambda name: str(values.get(name[1], name[0])), word)
+
+
+def unknown_names(words: Iterable[str]) -> list[str]:
+    """Return what looks like one of those names and is none."""
+    named = (name for word in words for name in _NAME.findall(word))
+    return [name for name in dict.fromkeys(named) if name not in Site.__struct_fields__]
 
 
 def gpu_count(args: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ this program adopts whatever the family orphans (PR_SET_CHILD_SUBREAPER), and wh
 has ended, or SIGTERM or SIGINT tells it to end, or smgd has died (PR_SET_PDEATHSIG, which comes as
 SIGTERM): SIGTERM to the whole process group, after GRACE SIGKILL, also to those who have left the
 group, until no child remains. Should somebody kill this program itself, the engine's first process
-gets SIGTERM, by the same means.
+gets SIGTERM, by the same means, and smgd ends the others (`strays`).
 
 A program of its own, on the standard library alone, because all this has to go on when smgd cannot:
 while it stops at once, or after it was killed.

@@ -5,7 +5,8 @@
 | waiting  | running  | its process was started, or found                |
 | running  | waiting  | it has ended, for whatever reason                |
 | waiting  | waiting  | it could not even be started                     |
-| any      | stopped  | it is not wanted any more                        |
+| any      | stopped  | it is not wanted, as long as that lasts          |
+| stopped  | running  | it is wanted again                               |
 
 An engine that ends is started again, always: vLLM ends with status 0 when its core has died. The
 wait doubles with each start in a row after which it did not live for `STABLE_SECONDS`, up to
@@ -40,13 +41,16 @@ class End(msgspec.Struct, frozen=True):
 class EngineLife:
     """The state of one managed engine; times are seconds on one clock.
 
-    `pid` is that of its process while there is one; `starts` counts them all.
+    `pid` is that of its process while there is one; `starts` counts them all. `restarts` are the
+    times that it had to be started again; `last_end` says why the latest of them.
     """
 
     def __init__(self) -> None:
         self.state: State = "waiting"
         self.pid: int | None = None
         self.starts = 0
+        self.restarts = 0
+        self.last_end = ""
         self._began = 0.0
         self._short = 0  # lives in a row
 
@@ -63,23 +67,26 @@ class EngineLife:
         self.pid = None
         if lived >= STABLE_SECONDS:
             self._short = 0
-        return self._next(f"engine {describe(status)} after {lived:.1f} s")
+        return self._next(f"{describe(status)} after {lived:.1f} s")
 
     def not_started(self, reason: str) -> End:
         """Take that there is no process to be had."""
-        return self._next(f"engine cannot be started: {reason}")
+        return self._next(f"cannot be started: {reason}")
 
     def stopped(self) -> None:
-        """Take that the engine is not wanted any more."""
+        """Take that the engine is not wanted, and that its process has ended."""
+        self.pid = None
         self.state = "stopped"
 
     def _next(self, text: str) -> End:
         self.state = "waiting"
+        self.restarts += 1
+        self.last_end = text
         self._short += 1
         wait = min(FIRST_WAIT * 2.0 ** min(self._short - 1, 10), LONGEST_WAIT)
         if self._short >= CRASH_LOOP:
             text += f", the {self._short}th time in a row that it did not last {STABLE_SECONDS:g} s"
-        return End(f"{text}; next start in {wait:g} s", wait, self._short >= CRASH_LOOP)
+        return End(f"engine {text}; next start in {wait:g} s", wait, self._short >= CRASH_LOOP)
 
 
 def describe(status: int | None) -> str:

@@ -10,8 +10,10 @@ the same addresses.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -19,7 +21,15 @@ from smgd.config import Config, EngineConfig, WorkerConfig
 from smgd.engine.dialects import dialect_for
 from smgd.engine.paths import SCHEME, derive
 from smgd.errors import ConfigError, WorkerError
-from smgd.launch.commands import BACKENDS, Command, Site, build, fill, gpu_count
+from smgd.launch.commands import (
+    BACKENDS,
+    Command,
+    Site,
+    build,
+    fill,
+    gpu_count,
+    unknown_names,
+)
 from smgd.wire.fnv import HANDSHAKE_PORT_COUNT, HANDSHAKE_PORT_MIN
 
 SOCKET_DIRECTORY = "SMGD_ZMQ_SOCKET_DIR"
@@ -63,12 +73,17 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine to start. `env` is what its environment has beside that of smgd."""
+    """One engine to start. `env` is what its environment has beside that of smgd.
+
+    `runtime` and `model` (a path or an id) are what its worker takes it for.
+    """
 
     name: str
     url: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    runtime: str = ""
+    model: str = ""
 
     @property
     def path(self) -> str:
@@ -77,36 +92,85 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What to start: workers, the engines that dial them, and what the operator should know."""
+    """What to start: workers, the engines that dial them, and what the operator should know.
 
+    `directory` is where the sockets of such engines lie.
+    """
+
+    directory: str
     workers: tuple[WorkerConfig, ...] = ()
     engines: tuple[EngineSpec, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
 def plan(config: Config, host: Host) -> Plan:
-    """Return what `[[engines]]` ask for. Raises `ConfigError`."""
+    """Return what `[[engines]]` ask for. Raises `ConfigError`, with a line for each mistake."""
     if not config.engines:
-        return Plan()
-    if config.launch.keep_engines and host.is_service:
-        raise ConfigError(
-            "--keep-engines (launch.keep_engines) cannot be kept under systemd: when a service"
-            " stops, systemd ends every process of its control group (KillMode=), so the engines"
-            " would end with smgd; give the engines a unit of their own instead"
-        )
+        return Plan(host.socket_directory)
+    if wrong := list(_unusable(config.engines)):
+        raise ConfigError("\n".join(f"{key}: {text}" for key, text in wrong))
+    for _, error in mistakes(config, host):
+        raise error
     numbered = list(_numbered(config))
-    workers = [_worker(config, engine, number, host) for number, engine in numbered]
-    _check_ports(workers)
+    workers = [_worker(engine, number, host) for number, engine in numbered]
     gpus = _gpus(config.engines, host.environ.get(VISIBLE_GPUS))
     specs: list[EngineSpec] = []
     warnings: dict[str, None] = {}
     for (number, engine), worker, devices in zip(numbered, workers, gpus, strict=True):
         command = _command(config, engine, worker, number, host)
-        env = engine.env | ({VISIBLE_GPUS: devices} if devices else {})
-        specs.append(EngineSpec(name=_name(number), url=worker.url, argv=command.argv, env=env))
+        spec = EngineSpec(
+            name=_name(number),
+            url=worker.url,
+            argv=command.argv,
+            env=engine.env | ({VISIBLE_GPUS: devices} if devices else {}),
+            runtime=worker.runtime_type,
+            model=config.model_path(config.model_of(worker)),
+        )
+        specs.append(spec)
         for flag in command.dropped:
             warnings[f"{engine.backend} argument {flag} is dropped: smgd sets it itself"] = None
-    return Plan(tuple(workers), tuple(specs), tuple(warnings))
+    for spec in _without_program(specs, host):
+        warnings[f"there is no program {spec.argv[0]} to start {spec.name} with"] = None
+    return Plan(host.socket_directory, tuple(workers), tuple(specs), tuple(warnings))
+
+
+def mistakes(config: Config, host: Host) -> Iterator[tuple[str, ConfigError]]:
+    """Give why what `[[engines]]` ask for cannot be planned, each with the key to blame."""
+    if not config.engines:
+        return
+    for key, text in _unusable(config.engines):
+        yield key, ConfigError(text)
+    if config.launch.keep_engines and host.is_service:
+        kept = ConfigError(
+            "--keep-engines (launch.keep_engines) cannot be kept under systemd: when a service"
+            " stops, systemd ends every process of its control group (KillMode=), so the engines"
+            " would end with smgd; give the engines a unit of their own instead"
+        )
+        yield "launch.keep_engines", kept
+    judges: dict[str, Callable[[], object]] = {}
+    number = config.launch.worker_base_port
+    for index, engine in enumerate(config.engines):
+        worker = _worker(engine, number, host)
+        judges[f"engines[{index}].backend"] = partial(dialect_for, worker.runtime_type, worker.url)
+        judges[f"engines[{index}].model"] = partial(config.model_of, worker)
+        number += engine.replicas
+    judges["launch.worker_base_port"] = partial(_check_ports, config, host)
+    judges["engines"] = partial(_gpus, config.engines, host.environ.get(VISIBLE_GPUS))
+    for key, judge in judges.items():
+        try:
+            judge()
+        except ConfigError as error:
+            yield key, error
+
+
+def _without_program(specs: Iterable[EngineSpec], host: Host) -> Iterator[EngineSpec]:
+    """Give the first engine for each program that cannot be found as the guardian's exec looks."""
+    seen: set[str] = set()
+    for spec in specs:
+        program, path = spec.argv[0], spec.env.get("PATH", host.environ.get("PATH"))
+        if program not in seen and shutil.which(program, path=path) is None:
+            yield spec
+        seen.add(program)
 
 
 def store_port(base_port: int, index: int) -> int:
@@ -131,17 +195,41 @@ def _numbered(config: Config) -> Iterator[tuple[int, EngineConfig]]:
             number += 1
 
 
+def _unusable(engines: Iterable[EngineConfig]) -> Iterator[tuple[str, str]]:
+    """Give what no process can be started with, and its key. Values are not shown: may be secret.
+
+    No argument and no variable of a process can hold NUL, and a variable's name ends at its `=`.
+    """
+    for number, engine in enumerate(engines):
+        where = f"engines[{number}]"
+        for name, value in engine.env.items():
+            if not name or "=" in name or "\0" in name + value:
+                text = "is no variable: its name is empty or has a = in it, or there is a NUL"
+                yield f"{where}.env", f"{name!r} {text}"
+        words = {
+            "args": engine.args,
+            "command": engine.command,
+            "model_path": (engine.model_path,),
+            "python": (engine.python,),
+        }
+        for key, given in words.items():
+            if "\0" in "".join(given):
+                yield f"{where}.{key}", "there is a NUL in it"
+        if engine.command and not engine.command[0]:
+            yield f"{where}.command", "its first word is empty, so there is nothing to start"
+        for name in unknown_names(engine.command):
+            known = ", ".join(f"{{{field}}}" for field in Site.__struct_fields__)
+            yield f"{where}.command", f"{{{name}}} means nothing here; there are {known}"
+
+
 def _name(number: int) -> str:
     return f"engine-{number}"
 
 
-def _worker(config: Config, engine: EngineConfig, number: int, host: Host) -> WorkerConfig:
+def _worker(engine: EngineConfig, number: int, host: Host) -> WorkerConfig:
     url = f"{SCHEME}{host.socket_directory}/{_name(number)}"
     runtime = BACKENDS[engine.backend].runtime
-    worker = WorkerConfig(url=url, runtime_type=runtime, model=engine.model)
-    dialect_for(runtime, url)
-    config.model_of(worker)
-    return worker
+    return WorkerConfig(url=url, runtime_type=runtime, model=engine.model)
 
 
 def _command(
@@ -163,10 +251,11 @@ def _command(
     return build(BACKENDS[engine.backend], site, engine.args)
 
 
-def _check_ports(workers: Sequence[WorkerConfig]) -> None:
+def _check_ports(config: Config, host: Host) -> None:
     """Raise `ConfigError` for socket paths that cannot be, or that derive one port."""
     claimed: dict[str, str] = {}
-    for worker in workers:
+    for number, engine in _numbered(config):
+        worker = _worker(engine, number, host)
         handshake = _handshake(worker)
         if handshake in claimed:
             raise ConfigError(
@@ -214,13 +303,18 @@ def shares(counts: Sequence[int], visible: str | None) -> list[str]:
     """Divide GPUs among engines that take so many, in order; "" for one that is told nothing.
 
     `visible` is the list to divide, None for the numbers from 0 up. An engine that has them all to
-    itself is told nothing: its devices may not be called so. Raises `ConfigError` if the list is
-    too short.
+    itself is told nothing: its devices may not be called so. Raises `ConfigError` for a list that
+    is too short, or has an empty name.
     """
     total = sum(counts)
-    if sum(map(bool, counts)) < 2 or visible in ("", "-1"):
+    if sum(map(bool, counts)) < 2 or (visible is not None and visible.strip() in ("", "-1")):
         return [""] * len(counts)
     names = list(map(str, range(total))) if visible is None else visible.split(",")
+    names = [name.strip() for name in names]
+    if "" in names:
+        raise ConfigError(
+            f"{VISIBLE_GPUS}={visible} has an empty name in it: which GPUs are meant?"
+        )
     if len(names) < total:
         raise ConfigError(
             f"the engines take {total} GPUs ({' + '.join(map(str, counts))}), and"

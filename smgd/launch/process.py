@@ -5,16 +5,17 @@ end with smgd writes to a pipe that we read. One that is to be kept must not dep
 writes to a file beside its sockets, and another file says which process it is, for the next start.
 
 The pid of an engine is that of its guardian (`guardian.py`), whose end means that all of it is
-gone. A process is always held by a pidfd, so no signal reaches another that has got its number.
+gone, unless somebody has killed it: then what it leaves is ended here (`strays`). A process is
+always held by a pidfd, so no signal reaches another that has got its number.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -23,6 +24,8 @@ import trio
 
 from smgd.launch import guardian
 from smgd.launch.plan import EngineSpec
+from smgd.launch.records import Record, RecordFile, digest, log_file
+from smgd.launch.strays import MARK, end_strays, mark_of
 
 # What a service manager says to smgd alone; an engine that heard it would answer in our name. And
 # the key of our clients, which no engine asks for.
@@ -31,10 +34,20 @@ _READ_BYTES: Final = 65536
 
 
 class EngineProcess(Protocol):
-    """A running engine. `pid` is for logs; `log` is the file that its output goes to, if any."""
+    """A running engine. `pid` is for logs; `log` is the file that its output goes to, if any.
+
+    `grace` is how long (seconds) it gets from SIGTERM to SIGKILL; `served` is whether it has loaded
+    its model and taken requests, in whichever life of smgd.
+    """
 
     pid: int
     log: Path | None
+    grace: float
+    served: bool
+
+    def note_served(self) -> None:
+        """Take that it serves, also for the next smgd. Raises OSError."""
+        ...
 
     async def read(self) -> bytes:
         """Wait for output; return it, or b"" if there will be no more."""
@@ -63,6 +76,10 @@ class Found(msgspec.Struct, frozen=True):
 class Programs(Protocol):
     """How engines come to run."""
 
+    async def clear(self, spec: EngineSpec) -> None:
+        """End what is left of an engine that cannot be found."""
+        ...
+
     def find(self, spec: EngineSpec) -> Found | None:
         """Return the engine that was left running for this purpose, if it is alive."""
         ...
@@ -86,25 +103,47 @@ class GuardedPrograms:
 
     def find(self, spec: EngineSpec) -> Found | None:
         """Return the engine that was left running for this purpose, if it is alive."""
-        file = _record_file(spec)
+        file = RecordFile(spec)
+        record = file.read()
+        if record is None:
+            return None
         try:
-            record = msgspec.json.decode(file.read_bytes(), type=_Record)
-        except (FileNotFoundError, msgspec.MsgspecError):
+            engine = GuardedEngine(
+                record.pid,
+                grace=record.grace,
+                mark=mark_of(spec),
+                log=log_file(spec),
+                record=file,
+                served=record.served,
+                is_child=False,
+            )
+        except OSError:
+            _remove(file)
             return None
-        process = _open(record, spec)
-        if process is None:
-            file.unlink()
-            return None
-        return Found(process, record.digest == _digest(spec))
+        if record.is_alive:
+            return Found(engine, record.digest == digest(spec))
+        engine.close()
+        _remove(file)
+        return None
+
+    async def clear(self, spec: EngineSpec) -> None:
+        """End what is left of an engine that cannot be found."""
+        try:
+            mark = mark_of(spec)
+        except OSError:  # no directory, no engine
+            return
+        await end_strays(mark, self._stop_grace)
 
     def start(self, spec: EngineSpec) -> EngineProcess:
         """Start an engine. Raises OSError."""
         return self._start_kept(spec) if self._keep else self._start_owned(spec)
 
     def _start_owned(self, spec: EngineSpec) -> EngineProcess:
+        mark = mark_of(spec)
         read, write = os.pipe()
         try:
-            return GuardedEngine(self._spawn(spec, write), output=read)
+            pid = self._spawn(spec, write, mark)
+            return GuardedEngine(pid, grace=self._stop_grace, mark=mark, output=read)
         except OSError:
             os.close(read)
             raise
@@ -112,27 +151,30 @@ class GuardedPrograms:
             os.close(write)
 
     def _start_kept(self, spec: EngineSpec) -> EngineProcess:
-        log, record = _log_file(spec), _record_file(spec)
+        mark, record, log = mark_of(spec), RecordFile(spec), log_file(spec)
+        record.remove()  # void from here on; fails before the start if it cannot be
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            engine = GuardedEngine(self._spawn(spec, output), log=log, record=record)
+            pid = self._spawn(spec, output, mark)
         finally:
             os.close(output)
+        grace = self._stop_grace
+        engine = GuardedEngine(pid, grace=grace, mark=mark, log=log, record=record)
         try:
-            _write(record, _Record(engine.pid, _began(engine.pid), _digest(spec)))
+            record.write(Record.of(pid, digest(spec), grace))
         except OSError:
             engine.terminate()
             engine.close()
             raise
         return engine
 
-    def _spawn(self, spec: EngineSpec, output: int) -> int:
+    def _spawn(self, spec: EngineSpec, output: int, mark: str) -> int:
         parent = 0 if self._keep else os.getpid()
         arguments = [f"{self._stop_grace}", f"{parent}", *spec.argv]
         return os.posix_spawn(
             sys.executable,
             [sys.executable, "-I", "-S", guardian.__file__, *arguments],
-            {**self._environ, **spec.env},
+            {**self._environ, **spec.env, MARK: mark},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, output, 1),
@@ -146,22 +188,28 @@ class GuardedPrograms:
 class GuardedEngine:
     """An engine under its guardian, which is a child of ours or was one of an earlier smgd.
 
-    `output` is the descriptor to read from; `record` the file to remove when the engine has ended.
-    Raises ProcessLookupError if there is no such process.
+    `mark` is in the environment of its processes. `output` is the descriptor to read from; `record`
+    the file to remove when the engine has ended. Raises OSError if there is no such process.
     """
 
     def __init__(
         self,
         pid: int,
         *,
+        grace: float,
+        mark: str,
         output: int | None = None,
         log: Path | None = None,
-        record: Path | None = None,
+        record: RecordFile | None = None,
+        served: bool = False,
         is_child: bool = True,
     ) -> None:
         self.pid = pid
         self.log = log
+        self.grace = grace
+        self.served = served
         self._pidfd = os.pidfd_open(pid)
+        self._mark = mark
         self._output = None if output is None else trio.lowlevel.FdStream(output)
         self._record = record
         self._is_child = is_child
@@ -173,14 +221,23 @@ class GuardedEngine:
     async def wait(self) -> int | None:
         """Wait until nothing of the engine is left; return its status, None if it is not known."""
         await trio.lowlevel.wait_readable(self._pidfd)
+        code = self._reap() if self._is_child else None
+        if code is None or code < 0:  # it may have been killed, and has left all that it watched
+            await end_strays(self._mark, self.grace)
         if self._record is not None:
-            self._record.unlink(missing_ok=True)
-        return self._reap() if self._is_child else None
+            self._record.remove()
+        return code if code is None or code >= 0 else 128 - code
 
     def _reap(self) -> int:
         _, status = os.waitpid(self.pid, 0)  # it has ended: this does not wait
-        code = os.waitstatus_to_exitcode(status)
-        return code if code >= 0 else 128 - code
+        return os.waitstatus_to_exitcode(status)
+
+    def note_served(self) -> None:
+        """Take that it serves, also for the next smgd. Raises OSError."""
+        if not self.served:
+            self.served = True
+            if self._record is not None:
+                self._record.note_served()
 
     def terminate(self) -> None:
         """Have all of it ended; does nothing if it has."""
@@ -198,62 +255,7 @@ class GuardedEngine:
             self._output.close()
 
 
-# ------------------------------------------------------------------------- engines that were kept
-
-
-class _Record(msgspec.Struct):
-    """Which process an engine is: a number may be used again, but not with the same start.
-
-    `began` is in clock ticks since boot; `digest` is that of the command and of the environment of
-    its own, which may hold secrets.
-    """
-
-    pid: int
-    began: int
-    digest: str
-
-
-def _open(record: _Record, spec: EngineSpec) -> GuardedEngine | None:
-    """Return the engine of a record if it is the same process still."""
-    try:
-        engine = GuardedEngine(
-            record.pid, log=_log_file(spec), record=_record_file(spec), is_child=False
-        )
-    except ProcessLookupError:
-        return None
-    if _began(record.pid) == record.began:
-        return engine
-    engine.close()
-    return None
-
-
-def _digest(spec: EngineSpec) -> str:
-    return hashlib.sha256(msgspec.json.encode([spec.argv, sorted(spec.env.items())])).hexdigest()
-
-
-def _began(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot; 0 if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except FileNotFoundError:
-        return 0
-    # Behind the name, which may hold anything, come the fields from the third on; it is the 22nd.
-    state, *fields = stat.rpartition(b")")[2].split()
-    return 0 if state == b"Z" else int(fields[18])
-
-
-def _record_file(spec: EngineSpec) -> Path:
-    return Path(f"{spec.path}.process.json")
-
-
-def _log_file(spec: EngineSpec) -> Path:
-    return Path(f"{spec.path}.log")
-
-
-def _write(file: Path, record: _Record) -> None:
-    """Write a record for our eyes only, at once: it is whole or not there."""
-    new = file.with_suffix(".new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(msgspec.json.encode(record))
-    new.replace(file)
+def _remove(file: RecordFile) -> None:
+    """Remove the record of a process that is gone."""
+    with suppress(OSError):  # it is told when the file has to be written anew
+        file.remove()

@@ -5,9 +5,12 @@
         ├─ output              until there is no more of it
         └─ patience            ends an engine that runs and does not serve
 
-What an end means is decided in `life`, what is shown of the output in `output`; processes are
+What an end means is decided in `life`, what is shown of the output in `reader`; processes are
 behind the seam of `process`. A family of processes is ended by its guardian, so that leaving the
 task, however that happens, is one signal and cannot block; `stop` is the way that also waits.
+
+An engine and its worker go together: when the worker is removed, the engine ends, and when there is
+one again, it is started. Whoever removes the worker wants the GPU, and nothing else says so.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import structlog
 import trio
@@ -23,14 +26,17 @@ import trio
 from smgd.config import LaunchConfig
 from smgd.core import Worker, WorkerState
 from smgd.launch.life import End, EngineLife
-from smgd.launch.output import Output
 from smgd.launch.plan import EngineSpec, Plan
 from smgd.launch.process import EngineProcess, GuardedPrograms, Programs
+from smgd.launch.reader import show_output
+from smgd.launch.records import forgotten
+from smgd.samples import ProcessSample
 
 log = structlog.get_logger("smgd.launch")
 
 # An engine whose connection is lost ends by itself within some 7 s, unless it hangs: vLLM can lose
-# one of its threads and live on for ever, deaf or dumb.
+# one of its threads and live on for ever, deaf or dumb. One that served an earlier smgd answers the
+# next within some 3 s.
 WEDGED_SECONDS = 30.0
 # From the end of an engine to that of its output: somebody else may hold the other end of the pipe.
 LAST_OUTPUT_SECONDS = 1.0
@@ -39,19 +45,35 @@ KILL_SECONDS = 5.0
 
 
 class ManagedEngine:
-    """One engine that is to run: `life` is its state."""
+    """One engine that is to run: `life` is its state.
 
-    def __init__(self, spec: EngineSpec, programs: Programs, *, keep: bool) -> None:
+    `is_loading` tells whether an engine has said HELLO to a worker and is not ready yet.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, programs: Programs, is_loading: Callable[[str], bool], *, keep: bool
+    ) -> None:
         self.spec = spec
         self.life = EngineLife()
         self._programs = programs
+        self._is_loading = is_loading
         self._keep = keep
         self._wanted = True
+        self._has_worker = trio.Event()
+        self._has_worker.set()
+        self._worker_state: WorkerState = "pending"
         self._process: EngineProcess | None = None
         self._scope = trio.CancelScope()
+        self._pausing = trio.CancelScope()
         self._patience = trio.CancelScope()
         self._ended = trio.Event()
         self._log = log.bind(engine=spec.name)
+
+    @property
+    def sample(self) -> ProcessSample:
+        """How it fares now."""
+        life = self.life
+        return ProcessSample(life.state, life.starts, life.restarts, life.pid, life.last_end)
 
     async def run(self) -> None:
         """Keep the engine running until `stop` or cancelled."""
@@ -59,6 +81,7 @@ class ManagedEngine:
             with self._scope:
                 process = await self._left_over()
                 while self._wanted:
+                    await self._worker_is_there()
                     end = await self._live(process)
                     process = None
                     await self._pause(end)
@@ -66,17 +89,21 @@ class ManagedEngine:
             self.life.stopped()
             self._ended.set()
 
-    async def stop(self, seconds: float) -> None:
+    async def stop(self, stop_grace: float) -> None:
         """End the engine, or let go of it if it is to be kept; return when that is done.
 
-        After `seconds` it is left to its guardian.
+        It has `stop_grace` or its own grace (seconds), and a moment; then it is left to its
+        guardian.
         """
         self._wanted = False
-        if self._process is not None and not self._keep:
-            self._process.terminate()
+        self._patience.deadline = math.inf
+        process = self._process
+        seconds = max(stop_grace, process.grace if process else 0.0) + KILL_SECONDS
+        if process is not None and (not self._keep or not self._has_worker.is_set()):
+            process.terminate()
         else:
-            if self._process is not None:
-                self._log.info("engine left running", pid=self._process.pid)
+            if process is not None:
+                self._log.info("engine left running", pid=process.pid)
             self._scope.cancel(reason="the engine is not wanted any more")
         with trio.move_on_after(seconds) as patience:
             await self._ended.wait()
@@ -84,38 +111,97 @@ class ManagedEngine:
             self._log.error("engine does not end, not even by SIGKILL", pid=self.life.pid)
             self._scope.cancel(reason="the engine does not end")
 
+    # ------------------------------------------------------------------------- its worker
+
     def worker_changed(self, state: WorkerState) -> None:
         """Hear whether the engine serves: one that did, and does not come back, is ended."""
-        if state == "ready":
-            self._patience.deadline = math.inf
-        elif state == "not_ready":
-            self._patience.deadline = trio.current_time() + WEDGED_SECONDS
+        self._worker_state = state
+        self._has_worker.set()
+        process = self._process
+        if process is not None:
+            if state == "ready":
+                self._note_served(process)
+            self._patience.deadline = self._patience_ends(process)
+
+    def worker_removed(self) -> None:
+        """Hear that there is no worker: end the engine, and start none until there is one."""
+        if not self._has_worker.is_set():
+            return
+        self._has_worker = trio.Event()
+        self._patience.deadline = math.inf
+        if self._process is not None:
+            self._log.info("its worker was removed; ending the engine", pid=self._process.pid)
+            self._process.terminate()
+        self._pausing.cancel(reason="the worker was removed")
+
+    def _note_served(self, process: EngineProcess) -> None:
+        try:
+            process.note_served()
+        except OSError as error:
+            self._log.warning(
+                "process record not written: should this engine not serve the next smgd, it is not"
+                " started again",
+                reason=str(error),
+            )
+
+    def _patience_ends(self, process: EngineProcess) -> float:
+        """Return when an engine is ended for not serving; one that has not served yet, never."""
+        lacks = self._worker_state in ("pending", "not_ready")
+        if not (lacks and process.served and self._wanted and self.life.state == "running"):
+            return math.inf
+        return min(self._patience.deadline, trio.current_time() + WEDGED_SECONDS)
+
+    async def _end_wedged(self, process: EngineProcess) -> None:
+        while True:
+            with self._patience:
+                await trio.sleep_forever()
+            self._patience = trio.CancelScope()
+            if not self._is_loading(self.spec.url):  # anew, in the process that is there
+                break
+        self._log.warning(
+            f"engine runs, and has not served for {WEDGED_SECONDS:g} s; ending it", pid=process.pid
+        )
+        process.terminate()
+
+    # -------------------------------------------------------------------------- its lives
 
     async def _left_over(self) -> EngineProcess | None:
         """Return the engine that an earlier smgd has left; one with another command is ended."""
         found = self._programs.find(self.spec)
         if found is None:
+            await self._programs.clear(self.spec)
             return None
         process = found.process
         self._log.info(
             "engine found that was left running", pid=process.pid, output=str(process.log)
         )
         if found.is_same:
+            if self._worker_state == "ready":
+                self._note_served(process)
             return process
-        self._log.warning("its command is another one than configured; ending it", pid=process.pid)
+        self._log.warning(
+            "its command or its model is another one than configured; ending it", pid=process.pid
+        )
         process.terminate()
         await self._watch(process)
         return None
 
-    async def _live(self, process: EngineProcess | None) -> End:
+    async def _live(self, process: EngineProcess | None) -> End | None:
         """Live one life of the engine, in a process that was found or a new one."""
         try:
             process = process or self._start()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: what no process can be given
             return self.life.not_started(str(error))
         self.life.started(trio.current_time(), process.pid)
         status = await self._watch(process)
+        if not self._is_expected:
+            self.life.stopped()
+            return None
         return self.life.ended(trio.current_time(), status)
+
+    @property
+    def _is_expected(self) -> bool:
+        return self._wanted and self._has_worker.is_set()
 
     def _start(self) -> EngineProcess:
         process = self._programs.start(self.spec)
@@ -131,12 +217,14 @@ class ManagedEngine:
     async def _watch(self, process: EngineProcess) -> int | None:
         """Wait for the end of a process; it does not outlive this, unless it is to be kept."""
         self._process = process
+        self._patience = trio.CancelScope()
+        self._patience.deadline = self._patience_ends(process)
         is_over = False
         try:
             async with trio.open_nursery() as watching:
                 watching.start_soon(self._end_wedged, process)
                 async with trio.open_nursery() as reading:
-                    reading.start_soon(self._show_output, process)
+                    reading.start_soon(self._read, process)
                     status = await process.wait()
                     is_over = True
                     reading.cancel_scope.deadline = trio.current_time() + LAST_OUTPUT_SECONDS
@@ -148,49 +236,51 @@ class ManagedEngine:
                 process.terminate()
             process.close()
 
-    async def _show_output(self, process: EngineProcess) -> None:
-        output = Output()
-        try:
-            while data := await process.read():
-                self._show(output.feed(data, trio.current_time()))
-        finally:
-            self._show(output.finish())
+    async def _read(self, process: EngineProcess) -> None:
+        await show_output(process, self.spec.name, self._log, lambda: self._is_expected)
 
-    def _show(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self._log.info(f"[{self.spec.name}] {line}")
-
-    async def _end_wedged(self, process: EngineProcess) -> None:
-        with trio.CancelScope() as self._patience:
-            await trio.sleep_forever()
-        self._log.warning(
-            f"engine runs, and has not served for {WEDGED_SECONDS:g} s; ending it", pid=process.pid
-        )
-        process.terminate()
-
-    async def _pause(self, end: End) -> None:
-        if not self._wanted:
+    async def _pause(self, end: End | None) -> None:
+        """Wait for the time of the next start."""
+        if end is not None:
+            (self._log.error if end.is_crash_loop else self._log.warning)(end.text)
+            with trio.CancelScope(deadline=trio.current_time() + end.wait) as self._pausing:
+                await trio.sleep_forever()
+        if not self._is_expected:
+            self.life.stopped()
             self._log.info("engine stopped")
-            return
-        (self._log.error if end.is_crash_loop else self._log.warning)(end.text)
-        await trio.sleep(end.wait)
+
+    async def _worker_is_there(self) -> None:
+        while not self._has_worker.is_set():
+            await self._has_worker.wait()
 
 
 class Supervisor:
     """All engines that smgd has started; `run` is their lives.
 
-    `stop_grace` is how long (seconds) they get from SIGTERM to SIGKILL.
+    `stop_grace` is how long (seconds) they get from SIGTERM to SIGKILL; `is_loading` as for
+    `ManagedEngine`.
     """
 
-    def __init__(self, plan: Plan, programs: Programs, *, keep: bool, stop_grace: float) -> None:
-        self.engines = {spec.url: ManagedEngine(spec, programs, keep=keep) for spec in plan.engines}
-        self._warnings = plan.warnings
-        self._stop_seconds = stop_grace + KILL_SECONDS
+    def __init__(
+        self,
+        plan: Plan,
+        programs: Programs,
+        *,
+        keep: bool,
+        stop_grace: float,
+        is_loading: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self.engines = {
+            spec.url: ManagedEngine(spec, programs, is_loading, keep=keep) for spec in plan.engines
+        }
+        self._plan = plan
+        self._stop_grace = stop_grace
 
     async def run(self) -> None:
         """Keep all engines running until `stop` or cancelled."""
-        for text in self._warnings:
+        for text in self._plan.warnings:
             log.warning(text)
+        self._tell_forgotten()
         async with trio.open_nursery() as nursery:
             for engine in self.engines.values():
                 nursery.start_soon(engine.run)
@@ -199,16 +289,44 @@ class Supervisor:
         """End all engines, or let go of those that are kept; return when that is done."""
         async with trio.open_nursery() as nursery:
             for engine in self.engines.values():
-                nursery.start_soon(engine.stop, self._stop_seconds)
+                nursery.start_soon(engine.stop, self._stop_grace)
 
-    def worker_changed(self, worker: Worker) -> None:
-        """Hear of a change of any worker, as the registry tells it."""
-        if worker.url in self.engines:
-            self.engines[worker.url].worker_changed(worker.state)
+    def worker_changed(self, worker: Worker, *, removed: bool = False) -> None:
+        """Hear of a change of any worker, as the registry tells it, or that it was `removed`."""
+        engine = self.engines.get(worker.url)
+        if engine is None:
+            return
+        if removed:
+            engine.worker_removed()
+        else:
+            engine.worker_changed(worker.state)
+
+    def process(self, url: str) -> ProcessSample | None:
+        """Return how the engine of a worker fares, None for one that smgd has not started."""
+        engine = self.engines.get(url)
+        return engine.sample if engine else None
+
+    def processes(self) -> dict[str, ProcessSample]:
+        """Return how all engines fare, by the URL of the worker."""
+        return {url: engine.sample for url, engine in self.engines.items()}
+
+    def _tell_forgotten(self) -> None:
+        """Tell of engines that were kept and that nobody would miss: they have their GPUs still."""
+        known = {spec.name for spec in self._plan.engines}
+        for engine in forgotten(self._plan.directory, known):
+            log.warning(
+                "engine runs that was kept and is not configured any more; to end it:"
+                f" kill {engine.pid}",
+                engine=engine.name,
+            )
 
 
-def supervisor_of(plan: Plan, launch: LaunchConfig) -> Supervisor:
+def supervisor_of(
+    plan: Plan, launch: LaunchConfig, is_loading: Callable[[str], bool]
+) -> Supervisor:
     """Return what runs the engines of a plan as processes."""
     grace = launch.stop_grace
     programs = GuardedPrograms(os.environ, keep=launch.keep_engines, stop_grace=grace)
-    return Supervisor(plan, programs, keep=launch.keep_engines, stop_grace=grace)
+    return Supervisor(
+        plan, programs, keep=launch.keep_engines, stop_grace=grace, is_loading=is_loading
+    )

@@ -17,8 +17,16 @@ class Catalog:
         self._models: dict[str, Model | ModelError | None] = {}
 
     def expect(self, model_id: str, aliases: Iterable[str] = ()) -> None:
-        """Announce a model before its files are loaded; its names are these from now on."""
-        self._models.setdefault(model_id, None)
+        """Announce a model before its files are loaded; its names are these from now on.
+
+        One that is served goes on with the files that it has.
+        """
+        if not isinstance(self._models.get(model_id), Model):
+            self._models[model_id] = None
+        self.rename(model_id, aliases)
+
+    def rename(self, model_id: str, aliases: Iterable[str] = ()) -> None:
+        """Let clients ask for a model by these names, and no others."""
         self._forget_names(model_id)
         for name in (model_id, *aliases):
             self._names[name] = model_id

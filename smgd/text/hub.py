@@ -42,7 +42,12 @@ def is_path(name_or_path: str) -> bool:
     """Tell whether a model is given by its directory (there or not), rather than by a name."""
     if name_or_path == BUILTIN_MODEL:
         return False
-    return name_or_path.startswith(("/", ".", "~")) or Path(name_or_path).exists()
+    if name_or_path.startswith(("/", ".", "~")):
+        return True
+    try:
+        return Path(name_or_path).exists()
+    except (OSError, ValueError):  # longer than a path can be, or with characters of no path
+        return False
 
 
 def resolve(name_or_path: str) -> Path:
@@ -60,10 +65,11 @@ def resolve(name_or_path: str) -> Path:
 
 
 def _directory(name: str) -> Path:
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         found, is_directory = path.exists(), path.is_dir()
-    except OSError as error:  # a parent that this user may not enter
+    except (OSError, RuntimeError, ValueError) as error:
+        # A parent that this user may not enter; no such user; longer than a path can be.
         raise ModelError(f"cannot look for {name}: {error}") from error
     if not found:
         raise ModelError(f"there is no directory {name}")

@@ -1,8 +1,9 @@
 """Loads models in the background, once each, until it works.
 
 A model that cannot be loaded (the hub does not answer, its files are not there yet) is tried again,
-and the catalog says meanwhile what is missing. A model whose source has changed is served as it was
-until the new one is there.
+and the catalog says meanwhile what is missing. Whatever its files bring about, be it a fault of
+ours, is the failure of that one model. A model whose source has changed is served as it was until
+the new one is there.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class ModelLoader:
         if source is not None:
             source = msgspec.structs.replace(source, configured=False, aliases=())
             self.sources[model_id] = source
-            self._catalog.expect(model_id)
+            self._catalog.rename(model_id)
 
     def forget(self, model_id: str) -> None:
         """Serve a model no more."""
@@ -102,11 +103,16 @@ class ModelLoader:
         log.info("model removed", model=model_id)
 
     def find(self, name: str) -> ModelSource | None:
-        """Return the model that has this name or path."""
-        for source in self.sources.values():
-            if name in source.names or name == source.path:
-                return source
-        return None
+        """Return the model that has this name, or else this path."""
+        return self.named(name) or self.at(name)
+
+    def named(self, name: str) -> ModelSource | None:
+        """Return the model that has this id or alias."""
+        return next((s for s in self.sources.values() if name in s.names), None)
+
+    def at(self, path: str) -> ModelSource | None:
+        """Return the model that is at this path, the first of several."""
+        return next((s for s in self.sources.values() if s.path == path), None)
 
     def _check_names(self, source: ModelSource, others: Iterable[ModelSource]) -> None:
         for other in others:
@@ -128,19 +134,45 @@ class ModelLoader:
     async def _load(self, source: ModelSource, scope: trio.CancelScope) -> None:
         log.info("loading model", model=source.id, path=source.path)
         with scope:
-            model = await self._loaded(source)
-            self._catalog.loaded(model)
-            for listener in self._listeners:
-                listener(model)
-            eos = model.files.eos_token_ids
-            log.info("model loaded", model=source.id, path=source.path, eos=eos)
+            while True:
+                try:
+                    model = await self._stage.load(lambda: _load(source))
+                except ModelError as error:
+                    self._failed(source, scope, error)
+                else:
+                    return self._loaded(model, source, scope)
+                await trio.sleep(RETRY_SECONDS)
 
-    async def _loaded(self, source: ModelSource) -> Model:
-        while True:
-            try:
-                return await self._stage.load(source.load)
-            except ModelError as error:
-                self._catalog.failed(source.id, error)
-                reason = str(error)
-                log.error("model not loaded; will retry", model=source.id, reason=reason)  # noqa: TRY400
-            await trio.sleep(RETRY_SECONDS)
+    # A load whose thread has just ended is heard of even if its model was removed or changed since:
+    # then there is nothing more to say, and nobody to say it of.
+
+    def _failed(self, source: ModelSource, scope: trio.CancelScope, error: ModelError) -> None:
+        if scope.cancel_called:
+            return
+        self._catalog.failed(source.id, error)
+        log.error("model not loaded; will retry", model=source.id, reason=str(error))
+
+    def _loaded(self, model: Model, source: ModelSource, scope: trio.CancelScope) -> None:
+        if scope.cancel_called:
+            return
+        self._catalog.loaded(model)
+        for listener in self._listeners:
+            listener(model)
+        eos = model.files.eos_token_ids
+        log.info("model loaded", model=source.id, path=source.path, eos=eos)
+
+
+def _load(source: ModelSource) -> Model:
+    """Load a model; blocks. Raises `ModelError`, and nothing else.
+
+    Runs in a thread, so that no cancellation and no Ctrl-C comes here. A panic of the tokenizers'
+    library is no `Exception`. Whatever it is, it must not end the daemon.
+    """
+    try:
+        return source.load()
+    except ModelError:
+        raise
+    except BaseException as error:
+        log.exception("loading a model failed", model=source.id, path=source.path)
+        text = f"smgd has failed to load it, and its log has how: {type(error).__name__}: {error}"
+        raise ModelError(text) from error

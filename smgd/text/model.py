@@ -13,8 +13,9 @@ the tokenizer, tokenizer_config.json.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,17 +32,30 @@ _NO_TEMPLATE = (
 )
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's own sampling parameters; None is what it says nothing about."""
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_PositiveShare: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    max_tokens: int | None = msgspec.field(default=None, name="max_new_tokens")
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's own sampling parameters; None is what it says nothing about.
+
+    Their ranges are those of requests (`engine/guard.py`): what an engine would not take must be
+    found when the model is loaded, since no client can be blamed for it.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: _PositiveShare | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)] | None = None
+    min_p: _Share | None = None
+    repetition_penalty: _Positive | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = msgspec.field(
+        default=None, name="max_new_tokens"
+    )
 
 
 class _GenerationConfig(msgspec.Struct):
@@ -49,8 +63,8 @@ class _GenerationConfig(msgspec.Struct):
 
 
 class _TextConfig(msgspec.Struct):
-    vocab_size: int | None = None
-    max_position_embeddings: int | None = None
+    vocab_size: _Size | None = None
+    max_position_embeddings: _Size | None = None
     eos_token_id: int | list[int] | None = None
 
 
@@ -148,8 +162,12 @@ def _chosen_source(chosen: str, named: dict[str, str]) -> str:
     # Only a template has these, and it may be longer than a file name can be.
     if any(mark in chosen for mark in "{}\n"):
         return chosen
-    path = Path(chosen).expanduser()
-    if not path.is_file():
+    try:
+        path = Path(chosen).expanduser()
+        found = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or of a user that is not there
+        raise ModelError(f"cannot look for the chat template {chosen}: {error}") from error
+    if not found:
         names = ", ".join(sorted(named)) or "none"
         text = f"--chat-template {chosen}: there is no such file, and no template of that name"
         raise ModelError(f"{text} (the model's: {names})")
@@ -161,7 +179,7 @@ def _read_template(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
         value = msgspec.json.decode(text) if path.suffix == ".json" else text
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     source = value.get("chat_template") if isinstance(value, dict) else value
     if not isinstance(source, str):

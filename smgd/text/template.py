@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 from jinja2 import Environment, nodes
 from jinja2 import Template as CompiledTemplate
@@ -32,12 +32,14 @@ from smgd.text.template_ast import ContentUse, content_use
 
 ContentFormat: TypeAlias = Literal["string", "openai"]
 Message: TypeAlias = dict[str, Any]
+T = TypeVar("T")
 
 # Marks the end of the text that is to be continued. The space behind it tells whether the template
 # has trimmed the text: then the space is gone.
 _END = "=====smgd-continues-here====="
 
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# Of the arguments of a rendering, those that no variable of the same name can change.
+_FIXED = ("add_generation_prompt", "continue_final_message")
 
 
 # --------------------------------------------------------------------------- the environment
@@ -147,30 +149,29 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt. Encode it without adding special tokens.
 
-        `kwargs` are further variables, which may override special tokens. With
+        `kwargs` are further variables, which may override special tokens. Among them may be `tools`
+        and `documents`; as in vLLM, these tools win over the argument and these documents stand
+        in for it, while the generation prompt is the arguments' alone. With
         `continue_final_message` the prompt ends with the last message's text, and there is no
         generation prompt. Nothing that is passed in is changed. Raises `TemplateError`, whatever
         goes wrong; the text is the template's own if it called `raise_exception`.
         """
-        if tools is not None and self.tool_use is not None:
-            return self.tool_use.render(
-                messages,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                kwargs=kwargs,
-            )
+        further = dict(kwargs or {})
+        if "messages" in further:
+            raise TemplateError("template arguments must not be named messages")
+        for name in _FIXED:
+            further.pop(name, None)
+        tools = _first(further.pop("tools", None), tools)
+        documents = _first(documents, further.pop("documents", None))
+        template = self if tools is None or self.tool_use is None else self.tool_use
         variables: dict[str, Any] = {
-            **self._special_tokens,
+            **template._special_tokens,
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            **further,
         }
-        if kwargs:
-            _check_reserved(kwargs)
-            variables.update(kwargs)
-        return self._render(messages, variables, continue_final_message)
+        return template._render(messages, variables, continue_final_message)
 
     def _render(
         self, messages: Sequence[Message], variables: dict[str, Any], continues: bool
@@ -225,10 +226,8 @@ class ChatTemplate:
         return {**message, **changes} if changes else message
 
 
-def _check_reserved(kwargs: Mapping[str, Any]) -> None:
-    if not _RESERVED.isdisjoint(kwargs):
-        names = ", ".join(sorted(_RESERVED.intersection(kwargs)))
-        raise TemplateError(f"template arguments must not be named {names}")
+def _first(wanted: T | None, otherwise: T | None) -> T | None:
+    return otherwise if wanted is None else wanted
 
 
 def _plain(message: Message) -> Message:

@@ -164,7 +164,7 @@ def _probes(app: QuartTrio, service: Service) -> None:
         if reason is not None:
             detail = {"missing": missing} if (missing := service.missing()) else {}
             return json_response({"status": "not ready", "reason": reason, **detail}, 503)
-        healthy, total = service.registry.ready_count(), len(service.registry.workers)
+        healthy, total = service.registry.ready_count(), len(service.fleet.records)
         return json_response(
             {"status": "ready", "healthy_workers": healthy, "total_workers": total}
         )

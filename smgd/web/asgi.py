@@ -14,7 +14,8 @@ import trio
 from smgd.errors import ApiError
 from smgd.web.exchange import Exchange, answer
 from smgd.web.h1parse import Request
-from smgd.web.hyper import AsgiApp, Message, Peers, Scope
+from smgd.web.hyper import AsgiApp, Message, Scope
+from smgd.web.protocols import Peers
 
 
 class BodySource(Protocol):
@@ -30,17 +31,30 @@ async def run_asgi(
 ) -> None:
     """Run an application for one request. What it raises is logged and becomes a bare 500."""
     whole = False
+    refusal: ApiError | None = None
+
+    async def read_more() -> None:
+        nonlocal refusal
+        try:
+            await source.read_more(request)
+        except ApiError as error:
+            if exchange.started:  # the answer that is on its way needs no body
+                await trio.sleep_forever()
+            refusal = error
+            raise
 
     async def receive() -> Message:
         nonlocal whole
-        if whole:
+        if whole or exchange.started:  # a body is not invited behind its answer
             await trio.sleep_forever()
         if not request.body and not request.complete:
-            await source.read_more(request)
+            await read_more()
         body, whole = request.take_body(), request.complete
         return {"type": "http.request", "body": body, "more_body": not whole}
 
     async def send(message: Message) -> None:
+        if refusal is not None:
+            raise refusal
         if message["type"] == "http.response.start":
             await exchange.start(message["status"], list(message.get("headers", ())))
         elif message["type"] != "http.response.body":
@@ -53,10 +67,11 @@ async def run_asgi(
     async def handler(_: Exchange) -> None:
         try:
             await app(_scope(request, peers), receive, send)
-        except* ApiError:  # from `read_more`
-            if not exchange.started:
-                headers = [(b"content-type", b"text/plain")]
-                await exchange.respond(400, headers, b"Malformed request body\n")
+        except* ApiError:
+            if refusal is None:
+                raise
+            headers = [(b"content-type", b"text/plain")]
+            await exchange.respond(refusal.status, headers, b"Malformed request body\n")
 
     await answer(exchange, handler)
 

@@ -14,19 +14,23 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import trio
-from hypercorn.config import Config
-from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.trio.task_group import TaskGroup
-from hypercorn.trio.tcp_server import TCPServer
-from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.utils import parse_socket_addr
 
 from smgd.web.hangups import HangupWatch
-from smgd.web.hyper import Peers, Protocols
+from smgd.web.hyper import (
+    Closed,
+    Config,
+    Event,
+    RawData,
+    TaskGroup,
+    Updated,
+    WorkerContext,
+    parse_socket_addr,
+)
+from smgd.web.protocols import Peers, Protocols
 from smgd.web.settings import ServerSettings
 from smgd.web.streams import RECEIVE_STEP, DeadlineStream, close_politely
 from smgd.web.turns import Turnstile
@@ -63,7 +67,7 @@ class Shared:
             await self._empty.wait()
 
 
-class Connection(TCPServer):
+class Connection:
     """A client's connection, whatever protocol it speaks.
 
     `busy` is true from the head of a request to the end of its answer; `expires_at` is on trio's
@@ -71,9 +75,7 @@ class Connection(TCPServer):
     """
 
     def __init__(self, shared: Shared, lowest: DeadlineStream, tls: TlsStream | None) -> None:
-        # Hypercorn's annotation knows only TLS; it takes any stream.
-        stream = cast("Any", tls or lowest)
-        super().__init__(shared.app, shared.config, shared.context, {}, stream)
+        self.stream: trio.abc.Stream = tls or lowest
         self.raw = lowest.raw
         self.direct = tls is None
         self.busy = False
@@ -87,6 +89,7 @@ class Connection(TCPServer):
         self._in_head = False
         self._ending = False
         self._idle_again = trio.Event()
+        self._sending = trio.Lock()
 
     async def run(self) -> None:
         """Serve the connection to its end. Raises what is a fault of ours."""
@@ -133,8 +136,9 @@ class Connection(TCPServer):
             server=parse_socket_addr(raw.family, raw.getsockname()),
         )
         async with TaskGroup() as group:
-            self.protocol = self._shared.protocols(
-                self.app, self.config, self.context, group, self, peers, alpn
+            shared = self._shared
+            self.protocol = shared.protocols(
+                shared.app, shared.config, shared.context, group, self, peers, alpn
             )
             self.request_ended()
             await self.protocol.initiate()
@@ -161,6 +165,8 @@ class Connection(TCPServer):
                 continue
             self._expect_head()
             await self.protocol.handle(RawData(data))
+            if self.protocol.protocol.in_head and not self._ending:
+                self._expect_head()  # it came together with a request that is answered now
         await self.protocol.handle(Closed())
 
     def _expect_head(self) -> None:
@@ -177,20 +183,33 @@ class Connection(TCPServer):
             await self._idle_again.wait()
 
     async def protocol_send(self, event: Event) -> None:
-        """Take what the protocol says: bytes for the client, a change of state, or the end."""
+        """Take what the protocol says: bytes for the client, a change of state, or the end.
+
+        Raises `trio.BrokenResourceError` if the client is gone; the connection ends then.
+        """
         if isinstance(event, RawData):
-            await super().protocol_send(event)
+            await self._send(event.data)
         elif isinstance(event, Updated):
             self.request_ended() if event.idle else self.request_started()
         elif isinstance(event, Closed):
             await self._hang_up()
+
+    async def _send(self, data: bytes) -> None:
+        """Send bytes for Hypercorn: not together with others, nor half of them for a cancel."""
+        async with self._sending:
+            try:
+                with trio.CancelScope(shield=True):
+                    await self.stream.send_all(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                self.expire("the client is gone")
+                raise trio.BrokenResourceError("the client is gone") from error
 
     # ------------------------------------------------------------------------- for the protocol
 
     @property
     def stopping(self) -> bool:
         """Whether no further request is to be taken."""
-        return self.context.terminated.is_set()
+        return bool(self._shared.context.terminated.is_set())
 
     async def receive(self) -> bytes:
         """Wait for bytes; none when the client sends no more or is gone."""

@@ -33,7 +33,7 @@ async def _no_embeddings() -> Response:
 def _engine_control(app: QuartTrio, service: Service) -> None:
     @app.post("/flush_cache")
     async def flush_cache() -> Response:
-        total = len(service.registry.workers)
+        total = len(service.fleet.records)
         skipped = f"({total} ZMQ workers skipped: no cache-flush RPC)"
         return json_response(
             {
@@ -100,11 +100,12 @@ def _information(app: QuartTrio, service: Service) -> None:
     async def model_info() -> Response:
         """Tell of the model that `?model=` names, by default the only one."""
         model = service.catalog.get(request.args.get("model"))
+        source = service.fleet.model(model.id)
         return json_response(
             {
                 "model_path": str(model.files.directory),
                 "served_model_name": model.id,
-                "aliases": model.aliases,
+                "aliases": source.aliases if source is not None else (),
                 "is_generation": True,
                 "vocab_size": model.files.vocab_size,
                 "max_model_len": service.registry.known_max_model_len(model.id),
@@ -120,6 +121,6 @@ def _information(app: QuartTrio, service: Service) -> None:
                 "ready": service.not_ready() is None,
                 "models": service.catalog.ids,
                 "healthy_workers": service.registry.ready_count(),
-                "total_workers": len(service.registry.workers),
+                "total_workers": len(service.fleet.records),
             }
         )

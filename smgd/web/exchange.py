@@ -35,6 +35,7 @@ class Exchange(Protocol):
 
     Calls in order: `read_body` at most once, then either `respond`, or `start`, any number of
     `write`, and `end`. `path` is without the query and unquoted; header names are lower case.
+    `ended` says that `end` was called, `finished` that all of the response went out to the client.
     """
 
     method: str
@@ -44,6 +45,7 @@ class Exchange(Protocol):
     client: str
     started: bool
     ended: bool
+    finished: bool
 
     def header(self, name: bytes) -> bytes | None:
         """Return the value of the first header of that (lower-case) name."""
@@ -130,6 +132,7 @@ class AsgiExchange:
         self.client: str = scope["client"][0] if scope["client"] else ""
         self.started = False
         self.ended = False
+        self.finished = False
         self._headers: Headers = scope["headers"]
         self._receive = receive
         self._send = send
@@ -193,6 +196,7 @@ class AsgiExchange:
     async def end(self, data: bytes = b"") -> None:
         self.ended = True
         await self._write(data, more=False)
+        self.finished = True
 
     async def _write(self, data: bytes, *, more: bool) -> None:
         if self._head is not None:
@@ -246,9 +250,18 @@ async def run_exchange(
         nursery.cancel_scope.cancel(reason="answered")
 
 
+def _unnoticed(_client: str, _status: int, _reason: str) -> None:
+    """Take no note."""
+
+
 class Dispatcher(msgspec.Struct, frozen=True):
     """What is served: hot routes, by method and path, to raw handlers, all the rest to an ASGI
-    application."""
+    application.
+
+    `refused` is told of requests that no handler sees, since they cannot be read: the client's
+    address, the status that it was answered, and the reason.
+    """
 
     hot: Mapping[tuple[str, str], Handler]
     fallback: AsgiApp
+    refused: Callable[[str, int, str], None] = _unnoticed

@@ -57,6 +57,9 @@ OPEN = frozenset(product(("GET", "HEAD"), ("/health", "/liveness", "/readiness")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER = "other"
 
+# The error code of what never became a request.
+BAD_HTTP = "bad_http"
+
 # Characters of a path in the log; a client may send sixty thousand.
 SHOWN_PATH = 200
 
@@ -174,6 +177,11 @@ class Gate(msgspec.Struct, kw_only=True, eq=False):
         self.answering.discard(access)
         self.admission.leave(access)
         access.close(self.metrics)
+
+    def refused(self, client: str, status: int, reason: str) -> None:
+        """Count a request that cannot be read as HTTP, and write its line."""
+        self.metrics.answered(OTHER, OTHER, status, BAD_HTTP, 0.0)
+        log.info("request refused", client=client, status=status, reason=reason)
 
     def sample(self) -> GateSample:
         """Return what metrics tell of the gate."""

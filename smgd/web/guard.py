@@ -33,6 +33,7 @@ class GuardedApp:
     def __init__(self, dispatcher: Dispatcher, settings: ServerSettings) -> None:
         self._dispatcher = dispatcher
         self._settings = settings
+        self.refused = dispatcher.refused
 
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, *_: Callable[..., Any]

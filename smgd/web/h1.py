@@ -17,15 +17,14 @@ from __future__ import annotations
 from typing import Any
 
 import trio
-from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.h11 import H2ProtocolAssumedError
 
 from smgd.errors import ApiError
 from smgd.web.asgi import run_asgi
 from smgd.web.exchange import Dispatcher, Headers, SinkClosed, answer, too_large, too_slow
 from smgd.web.h1parse import Refusal, Request, RequestParser
 from smgd.web.h1write import CONTINUE, LAST_CHUNK, Framing, chunk, plan_response, render_head
-from smgd.web.hyper import Link, Peers, Protocols
+from smgd.web.hyper import Closed, Event, Http2Assumed, RawData
+from smgd.web.protocols import Link, Peers, Protocols
 from smgd.web.settings import ServerSettings
 
 # The first bytes of HTTP/2 with prior knowledge (RFC 9113, 3.4).
@@ -54,11 +53,17 @@ class H1:
     ) -> None:
         self.link = link
         self.peers = peers
+        self.client = peers.client[0] if peers.client else ""
         self.unread = False
         self._dispatcher = dispatcher
         self.settings = settings
         self._parser = RequestParser(settings.max_header_bytes)
-        self._fresh = True
+        self._first: bytes | None = b""  # what may still become HTTP/2's preface
+
+    @property
+    def in_head(self) -> bool:
+        """Whether a request has begun whose head is not complete."""
+        return self._parser.in_head
 
     async def initiate(self) -> None:
         """Do what Hypercorn's protocols do at the start of a connection: nothing."""
@@ -67,10 +72,12 @@ class H1:
         """Take bytes and answer the requests that are complete with them."""
         if not isinstance(event, RawData):
             return
-        if self._fresh and event.data.startswith(H2_PREFACE):
-            raise H2ProtocolAssumedError(event.data)
-        self._fresh = False
-        self._parser.feed(event.data)
+        data = event.data
+        if self._first is not None:
+            data = self._first + data
+            if self._is_preface(data):
+                return
+        self._parser.feed(data)
         requests = self._parser.requests
         while requests:
             if not await self._answer(requests.popleft()):
@@ -80,6 +87,15 @@ class H1:
                 await trio.lowlevel.checkpoint()  # pipelining must not starve other connections
         if self._parser.refusal is not None:
             await self._refuse(self._parser.refusal)
+
+    def _is_preface(self, data: bytes) -> bool:
+        """Tell whether the first bytes of all may yet become HTTP/2's preface, which may come in
+        pieces. Raises `Http2Assumed` once they are it."""
+        if data.startswith(H2_PREFACE):
+            raise Http2Assumed(data)
+        waits = H2_PREFACE.startswith(data)
+        self._first = data if waits else None
+        return waits
 
     async def _answer(self, request: Request) -> bool:
         """Run a request to its end; tell whether the connection can take another one."""
@@ -111,6 +127,7 @@ class H1:
         ]
         self.unread = True
         self.link.request_started()
+        self._dispatcher.refused(self.client, refusal.status, refusal.reason)
         await self.write(render_head(refusal.status, headers) + body)
         await self._close()
 
@@ -146,9 +163,10 @@ class H1:
         await trio.lowlevel.checkpoint()
 
     async def read_more(self, request: Request) -> None:
-        """Wait for more of the body. Raises `ApiError` 400 if it is malformed."""
-        if self._parser.refusal is not None:
-            raise ApiError(400, "invalid_body", self._parser.refusal.reason)
+        """Wait for more of the body. Raises `ApiError` 400 or 431 if it cannot be read."""
+        refusal = self._parser.refusal
+        if refusal is not None:
+            raise ApiError(refusal.status, "invalid_body", refusal.reason)
         if request.expects_continue:
             request.expects_continue = False
             await self.write(CONTINUE)
@@ -174,6 +192,7 @@ class FastExchange:
         "can_write_nowait",
         "client",
         "ended",
+        "finished",
         "http_version",
         "keep_alive",
         "method",
@@ -187,10 +206,11 @@ class FastExchange:
         self.path = request.path
         self.query = request.query
         self.http_version = request.version
-        self.client = h1.peers.client[0] if h1.peers.client else ""
+        self.client = h1.client
         self.keep_alive = False
         self.started = False
         self.ended = False
+        self.finished = False
         self.can_write_nowait = False
         self._request = request
         self._h1 = h1
@@ -205,7 +225,7 @@ class FastExchange:
     def reusable(self) -> bool:
         """Whether another response may follow on the connection."""
         return (
-            self.ended
+            self.finished
             and self.keep_alive
             and self._request.complete
             and not self._writing
@@ -269,6 +289,7 @@ class FastExchange:
         self.ended = True
         self.can_write_nowait = False
         await self._send(framed + LAST_CHUNK if self._framing is Framing.CHUNKED else framed)
+        self.finished = True
 
     def _framed(self, data: bytes) -> bytes:
         if self.ended or not self.started:

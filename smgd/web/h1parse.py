@@ -73,7 +73,11 @@ class Request:
 
 
 class RequestParser:
-    """Parses one connection's bytes. `max_head` bounds a request's line and headers, in bytes."""
+    """Parses one connection's bytes. `max_head` bounds a request's line and headers, in bytes, and
+    whatever else is not body: trailers, the extensions of a chunk.
+
+    `in_head` says that a request has begun whose head is not complete.
+    """
 
     def __init__(self, max_head: int) -> None:
         self.requests: deque[Request] = deque()
@@ -84,34 +88,39 @@ class RequestParser:
         self._url = b""
         self._headers: Headers = []
         self._size = 0
+        # Bytes since the last that came to something: whole lines count in `_size`, but llhttp also
+        # holds the beginning of a line, in the head of a request and in the trailers of a body.
         self._unfinished = 0
+        self.in_head = False
 
     def feed(self, data: bytes) -> None:
         """Take bytes that came. Never raises; see `requests` and `refusal`."""
         if self.refusal is not None:
             return
-        if self._request is None:
-            self._unfinished += len(data)
+        self._unfinished += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
             cause = error.__context__
             self.refusal = cause if isinstance(cause, Refusal) else _refusal(error)
         else:
-            if self._request is None and self._unfinished > self._max_head:
+            if self._unfinished > self._max_head:
                 self.refusal = self._too_large()
 
     def _feed(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            # llhttp takes what follows an upgrade's head for another protocol. We never upgrade,
-            # and the request may have a body (Java's client offers h2c with every POST): so it is
-            # read again as what it is without the offer (RFC 9110, 7.8).
-            head = self._head_without_upgrade()
-            self._parser = httptools.HttpRequestParser(self)
-            self._parser.feed_data(head)
-            self._feed(data[upgrade.args[0] :])
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                # llhttp takes what follows an upgrade's head for another protocol. We never
+                # upgrade, and the request may have a body (Java's client offers h2c with every
+                # POST): so it is read again as what it is without the offer (RFC 9110, 7.8).
+                head = self._head_without_upgrade()
+                data = data[upgrade.args[0] :]
+                self._parser = httptools.HttpRequestParser(self)
+                self._parser.feed_data(head)
+            else:
+                return
 
     def _head_without_upgrade(self) -> bytes:
         version = self._parser.get_http_version()
@@ -126,6 +135,7 @@ class RequestParser:
     # ----------------------------------------------------------------- llhttp's callbacks, in order
 
     def on_message_begin(self) -> None:
+        self.in_head = True
         self._url = b""
         self._headers = []
         self._size = 0
@@ -152,9 +162,11 @@ class RequestParser:
         request.keep_alive = self._parser.should_keep_alive()
         _check_head(request)
         self._request = request
+        self.in_head = False
         self.requests.append(request)
 
     def on_body(self, data: bytes) -> None:
+        self._unfinished = 0
         if self._request is not None:
             self._request.body.append(data)
 
@@ -184,8 +196,8 @@ def _origin_form(target: bytes, method: str) -> bytes:
     scheme, found, rest = target.partition(b"://")
     if not found or scheme.lower() not in (b"http", b"https"):
         raise Refusal(400, "Malformed request target")
-    slash = rest.find(b"/")
-    return rest[slash:] if slash >= 0 else b"/"
+    place, mark, query = rest.partition(b"?")
+    return b"/" + place.partition(b"/")[2] + mark + query
 
 
 def _check_head(request: Request) -> None:

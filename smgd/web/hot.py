@@ -87,7 +87,7 @@ def _handler(service: Service, route: _Route) -> Handler:
             log.exception("request failed", request_id=access.id)
             await _fail(service, route, exchange, access, internal_error())
         finally:
-            if not exchange.ended:
+            if not exchange.finished:
                 access.left()
             house.leave(access)
 
@@ -252,6 +252,8 @@ class _Direct:
         if self.stuck:
             return  # the task writes it
         data, self.rest = self.rest, b""
+        if not data:
+            return  # another choice's news of the same drain took it along
         self.wrote = True
         try:
             self.stuck = bool(self.exchange.write_nowait(data))

@@ -18,15 +18,21 @@ from functools import partial
 import structlog
 import trio
 
-from smgd.errors import ConfigError
 from smgd.web.connection import Connection, Shared, close_idle, sweep
 from smgd.web.exchange import Dispatcher
 from smgd.web.guard import GuardedApp
 from smgd.web.h1 import FastProtocols
 from smgd.web.hangups import HangupWatch
-from smgd.web.hyper import AsgiApp, Protocols, check_hypercorn, make_config
+from smgd.web.hyper import AsgiApp, check_hypercorn, make_config
+from smgd.web.protocols import Protocols
 from smgd.web.settings import ServerSettings
-from smgd.web.streams import DeadlineStream, accept, open_listeners, prepare_listener
+from smgd.web.streams import (
+    DeadlineStream,
+    Shortage,
+    accept,
+    open_listeners,
+    prepare_listener,
+)
 
 __all__ = ["ServerSettings", "open_listeners", "serve"]
 
@@ -39,6 +45,7 @@ async def serve(
     settings: ServerSettings,
     *,
     stopping: trio.Event,
+    tls: ssl.SSLContext | None = None,
     connections: set[Connection] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
@@ -46,10 +53,9 @@ async def serve(
 
     `connections`, if given, has those that are open, for as long as they are.
     The listeners are closed when this returns. Raises `ConfigError` for a Hypercorn that we do not
-    know and for TLS files that cannot be used.
+    know.
     """
     check_hypercorn()
-    tls = _tls_context(settings)
     for listener in listeners:
         prepare_listener(listener, settings.write_timeout)
     dispatcher = app if isinstance(app, Dispatcher) else Dispatcher({}, app)
@@ -85,10 +91,11 @@ async def _accept_until(
     connections: trio.Nursery,
     task_status: trio.TaskStatus[None],
 ) -> None:
+    shortage = Shortage()
     try:
         async with trio.open_nursery() as accepting:
             for listener in listeners:
-                accepting.start_soon(_accept_loop, listener, tls, shared, connections)
+                accepting.start_soon(_accept_loop, listener, tls, shared, connections, shortage)
             task_status.started()
             await stopping.wait()
             accepting.cancel_scope.cancel(reason="the server stops")
@@ -102,9 +109,10 @@ async def _accept_loop(
     tls: ssl.SSLContext | None,
     shared: Shared,
     connections: trio.Nursery,
+    shortage: Shortage,
 ) -> None:
     while True:
-        accepted = await accept(listener)
+        accepted = await accept(listener, shortage)
         lowest = DeadlineStream(accepted, shared.settings.write_timeout, shared.turns)
         secure = None
         if tls is not None:
@@ -135,19 +143,3 @@ async def _sweep(shared: Shared) -> None:
     while True:
         await trio.sleep(pause)
         sweep(shared.connections)
-
-
-def _tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
-    certificate, key = settings.tls_cert_path, settings.tls_key_path
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        raise ConfigError("TLS needs both tls_cert_path and tls_key_path")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2", "http/1.1"])
-    try:
-        context.load_cert_chain(certificate, key)
-    except OSError as error:
-        raise ConfigError(f"cannot use the TLS files {certificate}, {key}: {error}") from error
-    return context

@@ -9,10 +9,12 @@ import msgspec
 from smgd.core import RequestIds
 from smgd.dispatch import Dispatcher, Generation
 from smgd.metrics import Metrics
+from smgd.samples import ProcessSample
 from smgd.text.catalog import Catalog
 from smgd.text.stage import TextStage
 from smgd.web.gate import Access, Gate
 from smgd.workers.fleet import Fleet
+from smgd.workers.record import Record
 from smgd.workers.registry import Registry
 
 
@@ -35,8 +37,9 @@ class Service(msgspec.Struct, kw_only=True):
     """The daemon as handlers see it. `draining` is set first when it stops.
 
     `running` has the requests that engines run, by the id of their response.
-    `started_at` is wall-clock seconds; `sse_keepalive` and `body_timeout` are seconds,
-    `max_payload_size` bytes.
+    `process_of` returns how the engine of a worker's URL fares that smgd has started itself, None
+    for any other. `started_at` is wall-clock seconds; `sse_keepalive` and `body_timeout` are
+    seconds, `max_payload_size` bytes.
     """
 
     catalog: Catalog
@@ -55,6 +58,7 @@ class Service(msgspec.Struct, kw_only=True):
     max_logprobs: int
     draining: bool = False
     running: dict[str, Running] = {}
+    process_of: Callable[[str], ProcessSample | None] = lambda _: None
 
     def not_ready(self) -> str | None:
         """Return why this daemon should get no traffic, or None if it should.
@@ -75,8 +79,14 @@ class Service(msgspec.Struct, kw_only=True):
             return []
         if not self.registry.ready_count():
             records = self.fleet.records.values()
-            return [f"worker {r.spec.url} is {r.state}" for r in records] or ["there is no worker"]
+            return [_state_of(record) for record in records] or ["there is no worker"]
         return [self.catalog.why_missing(model) for model in self._missing_tokenizers()]
 
     def _missing_tokenizers(self) -> list[str]:
         return [model for model in self.catalog.missing if self.registry.candidates(model)]
+
+
+def _state_of(record: Record) -> str:
+    """Say what a worker does in place of serving, and why if it does nothing more."""
+    text = f"worker {record.spec.url} is {record.state}"
+    return f"{text}: {record.reason}" if record.reason else text

@@ -43,5 +43,3 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     linger_timeout: float = 5.0
     shutdown_grace: float = 30.0
     max_header_bytes: int = 64 * KIB
-    tls_cert_path: str | None = None
-    tls_key_path: str | None = None

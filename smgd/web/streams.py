@@ -7,6 +7,7 @@ half a frame on the wire helps nobody. So the deadline sits below it, in the str
 from __future__ import annotations
 
 import errno
+import math
 import socket
 from contextlib import suppress
 
@@ -24,9 +25,13 @@ WRITE_STEP = 64 * 1024
 # The most that is read at once. Fewer, larger reads make large bodies cheaper; this is enough.
 RECEIVE_STEP = 64 * 1024
 
+# Milliseconds: the most that the socket option takes, also for a write deadline of `inf`.
+_LONGEST_USER_TIMEOUT = 2**31 - 1
+
 # Out of descriptors or memory: it passes when connections close, so accepting goes on.
 CAPACITY_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 CAPACITY_PAUSE = 0.1
+CAPACITY_QUIET = 60.0
 
 # A connection may be dead before it is accepted, and Linux reports its error from accept().
 DEAD_ON_ARRIVAL_ERRNOS = frozenset(
@@ -118,20 +123,38 @@ def prepare_listener(listener: trio.SocketListener, write_timeout: float) -> Non
     sock = listener.socket
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round((write_timeout + 5) * 1000))
+    timeout = round(min((write_timeout + 5) * 1000, _LONGEST_USER_TIMEOUT))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
 
 
-async def accept(listener: trio.SocketListener) -> socket.socket:
-    """Wait for a connection. Errors that pass are logged and waited out; others are raised."""
+class Shortage:
+    """What the log is told of missing descriptors: the first time at once, then once a minute."""
+
+    def __init__(self) -> None:
+        self._waits = 0
+        self._quiet_until = -math.inf
+
+    def waits(self, error: OSError) -> None:
+        """Note that accepting has to wait; `waits` in the line counts since the line before."""
+        self._waits += 1
+        now = trio.current_time()
+        if now >= self._quiet_until:
+            reason = str(error)
+            log.warning("cannot accept connections; retrying", reason=reason, waits=self._waits)
+            self._waits, self._quiet_until = 0, now + CAPACITY_QUIET
+
+
+async def accept(listener: trio.SocketListener, shortage: Shortage) -> socket.socket:
+    """Wait for a connection. Errors that pass are noted and waited out; others are raised."""
     while True:
         try:
             accepted, _ = await listener.socket.accept()
         except OSError as error:
             if error.errno in CAPACITY_ERRNOS:
-                log.warning("cannot accept connections; retrying", reason=str(error))
+                shortage.waits(error)
                 await trio.sleep(CAPACITY_PAUSE)
             elif error.errno not in DEAD_ON_ARRIVAL_ERRNOS:
                 raise

@@ -61,7 +61,10 @@ def add_routes(app: QuartTrio, service: Service) -> None:
     async def show(worker_id: str) -> Response:
         record = fleet.get(_id(worker_id))
         job = job_view(record)
-        return json_response(worker_view(record, ENDPOINTS) | ({"job_status": job} if job else {}))
+        view = worker_view(fleet, record, ENDPOINTS)
+        if process := service.process_of(record.spec.url):
+            view["engine_process"] = process
+        return json_response(view | ({"job_status": job} if job else {}))
 
     @app.put("/workers/<worker_id>")
     async def replace(worker_id: str) -> Response:
@@ -105,8 +108,10 @@ def _model_id(service: Service, name: str) -> str:
 async def _body() -> bytes:
     # Cross-origin forms of a browser can send anything but JSON.
     content_type = request.headers.get("content-type", "")
+    content_encoding = request.headers.get("content-encoding", "")
     try:
         gate.check_content_type(content_type.encode())
+        gate.check_content_encoding(content_encoding.encode())
     except ApiError as error:
         raise WorkerError(error.message) from error
     return cast("bytes", await request.get_data(as_text=False))
@@ -115,14 +120,14 @@ async def _body() -> bytes:
 def _decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WorkerError(f"invalid request body: {error}") from error
 
 
 def _convert(fields: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise WorkerError(f"invalid request body: {error}") from error
 
 

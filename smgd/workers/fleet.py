@@ -2,8 +2,8 @@
 
 Whoever adds a worker is told at once what can be judged at once; the rest happens in the nursery
 that `Fleet.run` opens, and what fails there stays visible in `records` until it is removed or added
-again. A worker has one task, under one cancel scope: when that ends, nothing is left of it, save
-for the record of engines that live on: a worker that is added with its URL goes on with them.
+again. A worker has one task, under one cancel scope (`life`); engines that live on when it ends are
+remembered, and a worker that is added with its URL goes on with them.
 
 A socket path belongs to one worker at a time. A worker that takes the place of one that is still
 draining (`replace`, or added right after `remove`) waits for it to be gone.
@@ -11,7 +11,7 @@ draining (`replace`, or added right after `remove`) waits for it to be gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 import structlog
@@ -28,6 +28,7 @@ from smgd.errors import WorkerError, WorkerExistsError, WorkerNotFoundError
 from smgd.text.catalog import Catalog
 from smgd.text.loader import ModelLoader, ModelSource
 from smgd.text.model import Model
+from smgd.workers.life import live
 from smgd.workers.lifecycle import Thresholds
 from smgd.workers.record import Record
 from smgd.workers.registry import Registry
@@ -45,14 +46,16 @@ Bind = Callable[[Addresses], WorkerSockets]
 class FleetSettings(msgspec.Struct, kw_only=True):
     """What holds for all workers.
 
-    `own` are the addresses (`host:port`) that no worker may have. A change of `link` is for workers
-    that are added from then on; for other changes see `Fleet.settings_changed`.
+    `own` are the addresses (`host:port`) that no worker may have; `managed` are the URLs of workers
+    whose engines smgd starts itself, so that they are not given up. A change of `link` is for
+    workers that are added from then on; for other changes see `Fleet.settings_changed`.
     """
 
     link: LinkSettings = DEFAULT_SETTINGS
     max_logprobs: int = guard.MAX_LOGPROBS
     health: HealthConfig = HealthConfig()
     own: Sequence[str] = ()
+    managed: Container[str] = ()
 
 
 class Fleet:
@@ -77,16 +80,26 @@ class Fleet:
         self._living: set[Record] = set()
         self._bind: Bind
         self._nursery: trio.Nursery
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
         loader.on_loaded(self._model_loaded)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve all workers until cancelled."""
-        with ZmqContext() as context:
-            self._bind = binder(context)
-            async with trio.open_nursery() as self._nursery:
-                self._nursery.start_soon(self._probe)
-                task_status.started()
-                await trio.sleep_forever()
+        """Serve all workers until `stop` or cancelled."""
+        try:
+            with ZmqContext() as context, self._scope:
+                self._bind = binder(context)
+                async with trio.open_nursery() as self._nursery:
+                    self._nursery.start_soon(self._probe)
+                    task_status.started()
+                    await trio.sleep_forever()
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """Let go of all engines, which may live on; return when the sockets are closed."""
+        self._scope.cancel(reason="the daemon stops")
+        await self._ended.wait()
 
     @property
     def expects(self) -> bool:
@@ -116,11 +129,10 @@ class Fleet:
     async def start(self, spec: WorkerSpec) -> Record:
         """Add a worker and wait until its sockets are bound. Raises `WorkerError`."""
         record = self._new(spec)
-        try:
-            await self._nursery.start(self._live, record, ())
-        except WorkerError:
+        error: WorkerError | None = await self._nursery.start(self._live, record)
+        if error is not None:
             self._forget(record)
-            raise
+            raise error
         return record
 
     def add(self, spec: WorkerSpec) -> Record:
@@ -131,7 +143,7 @@ class Fleet:
         before = self.by_url(spec.url)
         if before is not None and before.state != "failed":
             raise WorkerExistsError(f"Worker {spec.url} already exists (id {before.id})")
-        record = self._new(spec)
+        record = self._new(spec, before)
         if before is not None:
             self._leave(before)
         self._begin(record)
@@ -140,8 +152,9 @@ class Fleet:
     def replace(self, worker_id: str, spec: WorkerSpec) -> Record:
         """Make a worker what `spec` says; its id and URL stay.
 
-        The connection is kept if nothing that it depends on has changed, and it has not failed.
-        Raises `WorkerNotFoundError`, `WorkerError`.
+        The connection is kept if nothing that it depends on has changed; not that of one that has
+        failed, or was told to drain: it is registered anew. Raises `WorkerNotFoundError`,
+        `WorkerError`.
         """
         before = self._changeable(worker_id)
         if spec.url != before.spec.url:
@@ -149,21 +162,25 @@ class Fleet:
                 f"the URL of worker {worker_id} cannot be changed from {before.spec.url} to "
                 f"{spec.url}: add a worker, then remove this one"
             )
-        model = model_of(spec, self._loader)
-        if before.keeps(judge(spec), model) and before.state != "failed":
+        wire, model = judge(spec), self._model_of(spec, before)
+        if before.keeps(wire, model) and before.state not in ("failed", "draining"):
             self._rename_model(before, model)
             return self._changed(before, spec)
-        record = self._new(spec, worker_id)
+        record = self._new(spec, before, worker_id)
         self._leave(before)
         self._begin(record)
         return record
 
     def patch(self, worker_id: str, patch: WorkerPatch) -> Record:
-        """Change what does not touch the connection.
+        """Change what does not touch the connection; of one that is being removed, only its health.
 
         Raises `WorkerNotFoundError`, and `WorkerError` for labels that name another model.
         """
-        record = self._changeable(worker_id)
+        if patch.is_health_only:
+            self._patch_leaving(worker_id, patch)
+            record = self.get(worker_id)
+        else:
+            record = self._changeable(worker_id)
         spec = patch.apply(record.spec)
         for label in MODEL_LABELS:
             if spec.labels.get(label) != record.spec.labels.get(label):
@@ -172,6 +189,23 @@ class Fleet:
                     "connection: use PUT"
                 )
         return self._changed(record, spec)
+
+    def _patch_leaving(self, worker_id: str, patch: WorkerPatch) -> None:
+        """Let the predecessor of a worker that was replaced drain as it is to."""
+        for record in self._living:
+            if record.id == worker_id and record.leaving:
+                record.spec = patch.apply(record.spec)
+
+    def drain(self, worker_id: str) -> Record:
+        """Give a worker no new requests, until it is replaced or removed.
+
+        Raises `WorkerNotFoundError`.
+        """
+        record = self.get(worker_id)
+        if record.state not in ("failed", "draining"):
+            record.since = int(self._wall_clock())
+            record.worker.drain()
+        return record
 
     def remove(self, worker_id: str) -> Record:
         """Drain a worker, then release all it has. Raises `WorkerNotFoundError`."""
@@ -198,8 +232,24 @@ class Fleet:
     def _changeable(self, worker_id: str) -> Record:
         record = self.get(worker_id)
         if record.leaving:
-            raise WorkerError(f"worker {record.spec.url} is being removed")
+            raise WorkerError(
+                f"worker {record.spec.url} is being removed: only its health can be changed"
+            )
         return record
+
+    def _model_of(self, spec: WorkerSpec, before: Record | None) -> ModelSource:
+        """Return the model of a worker that takes the place of another. Raises `WorkerError`."""
+
+        def holder(model: ModelSource) -> str | None:
+            if model.configured:
+                return "is configured"
+            for record in self.records.values():
+                is_other = record is not before and not record.leaving
+                if is_other and record.worker.model_id == model.id:
+                    return f"is also that of worker {record.spec.url}"
+            return None
+
+        return model_of(spec, self._loader, holder)
 
     def _rename_model(self, record: Record, model: ModelSource) -> None:
         """Let an engine go on under another name for what it serves. Raises `WorkerError`."""
@@ -213,25 +263,25 @@ class Fleet:
     def _changed(self, record: Record, spec: WorkerSpec) -> Record:
         record.spec = spec
         self._set(record)
-        _notice_health(spec)
+        _notice_health(spec, self.settings.health)
         log.info("worker changed", worker=spec.url)
         return record
 
     # ------------------------------------------------------------------------ its own life
 
-    def _new(self, spec: WorkerSpec, worker_id: str | None = None) -> Record:
-        """Return the record of a worker that may be. Raises `WorkerError`."""
+    def _new(
+        self, spec: WorkerSpec, before: Record | None = None, worker_id: str | None = None
+    ) -> Record:
+        """Return the record of a worker that may be, in the place of one `before`.
+
+        Raises `WorkerError`; nothing has changed then.
+        """
+        if self._ended.is_set():
+            raise WorkerError(f"worker {spec.url} cannot be added: smgd is stopping")
         wire = judge(spec)
         others = [record.addresses for record in self._living if record.spec.url != spec.url]
         check_collisions([*others, wire.addresses], self.settings.own)
-        source = model_of(spec, self._loader)
-        load(spec, source, self._loader)
-        if spec.declared_runtime is None:
-            log.warning(
-                "runtime_type unspecified for ZMQ worker; defaulting to vLLM EngineCore",
-                worker=spec.url,
-            )
-        _notice_health(spec)
+        source = self._model_of(spec, before)
         worker = ZmqWorker(
             wire.addresses,
             source.id,
@@ -245,6 +295,13 @@ class Fleet:
             model_path=source.path,
             on_change=self._worker_changed,
         )
+        load(spec, source, self._loader)
+        if not spec.declared_runtimes:
+            log.warning(
+                "runtime_type unspecified for ZMQ worker; defaulting to vLLM EngineCore",
+                worker=spec.url,
+            )
+        _notice_health(spec, self.settings.health)
         record = Record(spec, wire, source, worker)
         record.since = int(self._wall_clock())
         self._set(record)
@@ -253,41 +310,25 @@ class Fleet:
         return record
 
     def _begin(self, record: Record) -> None:
-        before = [r for r in self._living if r.spec.url == record.spec.url and r is not record]
-        self._nursery.start_soon(self._attempt, record, before)
-
-    async def _attempt(self, record: Record, before: Sequence[Record]) -> None:
-        try:
-            await self._live(record, before)
-        except WorkerError as error:
-            url = record.spec.url
-            record.reason = f"ZMQ backend handshake failed for {url}: {error}"
-            record.since = int(self._wall_clock())
-            job = f"Failed job: type=AddWorker, worker={url}"
-            log.error(job, reason=record.reason)  # noqa: TRY400 - the text suffices
+        record.before = [
+            other
+            for other in self._living
+            if other.spec.url == record.spec.url and other is not record
+        ]
+        self._nursery.start_soon(self._live, record)
 
     async def _live(
         self,
         record: Record,
-        before: Sequence[Record],
         *,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+        task_status: trio.TaskStatus[WorkerError | None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Be one worker, from the end of its predecessors on. Raises `WorkerError`."""
         try:
-            with record.scope:
-                for predecessor in before:
-                    await predecessor.gone.wait()
-                self._registry.add(record.worker)
-                try:
-                    await record.worker.run(task_status=task_status)
-                finally:
-                    self._registry.remove(record.id)
+            await live(record, self._registry, task_status=task_status)
         finally:
-            if record.leaving and not record.engines_stay:
-                _remove_memory(record)
             self._living.discard(record)
-            record.gone.set()
+        if record.reason:
+            record.since = int(self._wall_clock())
 
     def _leave(self, record: Record) -> None:
         if record.leaving:
@@ -301,14 +342,20 @@ class Fleet:
             self._nursery.start_soon(self._drain, record)
 
     async def _drain(self, record: Record) -> None:
-        own = record.spec.health.drain_settle_secs
-        with trio.move_on_after(self.settings.health.drain_settle if own is None else own):
-            while record.worker.requests_active:  # noqa: ASYNC110 - nobody tells of the last one
-                await trio.sleep(IDLE_POLL)
-        record.engines_stay = record.worker.unready is None
+        began = trio.current_time()
+        # Nobody tells of the last request, and the time may be set anew meanwhile.
+        while record.worker.requests_active:
+            left = began + self._settle_seconds(record) - trio.current_time()
+            if left <= 0:
+                break
+            await trio.sleep(min(IDLE_POLL, left))
         record.scope.cancel(reason="the worker is removed")
         await record.gone.wait()
         self._forget(record)
+
+    def _settle_seconds(self, record: Record) -> float:
+        own = record.spec.health.drain_settle_secs
+        return self.settings.health.drain_settle if own is None else own
 
     def _forget(self, record: Record) -> None:
         if self.records.get(record.id) is record:
@@ -340,7 +387,8 @@ class Fleet:
             if not self.settings.health.remove_unhealthy_workers:
                 continue
             for record in list(self.records.values()):
-                if not record.reason and not record.leaving:
+                is_managed = record.spec.url in self.settings.managed
+                if not (record.reason or record.leaving or is_managed):
                     self._probe_one(record)
 
     def _probe_one(self, record: Record) -> None:
@@ -350,18 +398,9 @@ class Fleet:
             self._leave(record)
 
 
-def _notice_health(spec: WorkerSpec) -> None:
-    if spec.health.disable_health_check:
+def _notice_health(spec: WorkerSpec, everywhere: HealthConfig) -> None:
+    if spec.health.disable_health_check or everywhere.disable_health_check:
         log.warning(
             f"Ignoring disabled health checks for ZMQ worker {spec.url}: its connection says "
             "whether the engine is there"
         )
-
-
-def _remove_memory(record: Record) -> None:
-    """Remove what is known of a worker's engines: they are gone."""
-    file = record.addresses.record
-    try:
-        file.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("cannot remove the engine record", file=str(file), reason=str(error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import trio
 
 from smgd.core import WorkerState
@@ -15,8 +17,8 @@ class Record:
     """A worker as operators see it: what it was asked to be, and what has become of it.
 
     `reason` is why it could not be registered. `since` is the wall-clock second in which it was
-    added, failed or began to drain. `gone` is set when its sockets and files are released;
-    `engines_stay` is whether its engines lived on then, for the next worker with its URL.
+    added, failed or began to drain. `leaving` is whether it is being removed. `before` are those
+    with its URL whose end it waits for. `gone` is set when its sockets and files are released.
     """
 
     def __init__(self, spec: WorkerSpec, wire: Wire, model: ModelSource, worker: ZmqWorker) -> None:
@@ -26,8 +28,8 @@ class Record:
         self.worker = worker
         self.reason = ""
         self.leaving = False
-        self.engines_stay = False
         self.since = 0
+        self.before: Sequence[Record] = ()
         self.gone = trio.Event()
         self.scope = trio.CancelScope()
 
@@ -56,3 +58,13 @@ class Record:
         if self.reason:
             return "failed"
         return "draining" if self.leaving else self.worker.state
+
+    @property
+    def waits(self) -> str:
+        """Which predecessor it waits for before it can be registered, for people; mostly none."""
+        for before in self.before:
+            if not before.gone.is_set():
+                if before.id == self.id:
+                    return "waits until the requests on its former connection have ended"
+                return f"waits until worker {before.id} at the same URL has drained"
+        return ""

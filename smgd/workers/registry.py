@@ -12,7 +12,10 @@ from smgd.samples import RankSample, WorkerSample
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The workers of a model that take requests; `max_model_len` is their smallest (tokens)."""
+    """The workers of a model that take requests; `max_model_len` is their smallest (tokens).
+
+    Without any, it is the smallest of those that did.
+    """
 
     workers: Sequence[Worker]
     max_model_len: int | None
@@ -64,8 +67,9 @@ class Registry:
     def _ready_of(self, model_id: str) -> Ready:
         known = self._ready.get(model_id)
         if known is None:
-            workers = [w for w in self.of_model(model_id) if w.state == "ready"]
-            lengths = [w.info.max_model_len for w in workers if w.info is not None]
+            registered = self.of_model(model_id)
+            workers = [w for w in registered if w.state == "ready"]
+            lengths = [w.info.max_model_len for w in workers or registered if w.info is not None]
             known = self._ready[model_id] = Ready(workers, min(lengths, default=None))
         return known
 
@@ -74,15 +78,18 @@ class Registry:
         return sum(worker.state == "ready" for worker in self.workers.values())
 
     def known_max_model_len(self, model_id: str) -> int | None:
-        """Return the smallest context (tokens) among a model's ready workers, None without any."""
+        """Return the smallest context (tokens) among a model's ready workers.
+
+        Without any, it is that of those whose engines are lost; None if no engine has come yet.
+        """
         return self._ready_of(model_id).max_model_len
 
     def max_model_len(self, model_id: str) -> int:
-        """Return the same; raises the `ApiError` (503) that says that no worker is ready."""
-        length = self.known_max_model_len(model_id)
-        if length is None:
+        """Return that of the ready ones; raises the `ApiError` (503) that says that none is."""
+        ready = self._ready_of(model_id)
+        if not ready.workers or ready.max_model_len is None:
             raise no_available_workers(model_id)
-        return length
+        return ready.max_model_len
 
     def samples(self) -> list[WorkerSample]:
         """Return what is true of every worker now, for the metrics."""

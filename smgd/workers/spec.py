@@ -6,12 +6,14 @@ workers that are reached over HTTP or gRPC, and are ignored like unknown ones.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, structs
 
 from smgd.config import WorkerConfig
+from smgd.config.schema import MAX_ENGINES
 from smgd.core import Dialect
 from smgd.engine.dialects import dialect_for
 from smgd.engine.paths import SCHEME, Addresses, derive
@@ -25,24 +27,38 @@ MODEL_LABELS = ("model", "model_path", "tokenizer_path")
 # What a worker without a declared runtime is taken for.
 DEFAULT_RUNTIME = "vllm"
 
-_Count = Annotated[int, Meta(ge=0)]
-_Seconds = Annotated[float, Meta(ge=0)]
+UNSPECIFIED = "unspecified"
+# Seconds; a day. Whoever wants to wait for ever has `smgctl workers drain`.
+MAX_DRAIN_SETTLE = 86400
+
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]
+_Cost: TypeAlias = Annotated[float, Meta(ge=0)]
+# Characters. What is longer is no name and no path (Linux: PATH_MAX), and comes back in every error
+# and list; a chat template may be spelt out in place of its path.
+_Word: TypeAlias = Annotated[str, Meta(max_length=256)]
+_Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
+_Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4096)]
+_Template: TypeAlias = Annotated[str, Meta(max_length=1 << 18)]
+_Labels: TypeAlias = Annotated[dict[_Word, _Text], Meta(max_length=256)]
+
+# Tells why a model cannot be changed by a worker, None if it can.
+Holder: TypeAlias = Callable[[ModelSource], str | None]
 
 
 class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model that a worker serves."""
 
-    id: Annotated[str, Meta(min_length=1)]
-    aliases: tuple[str, ...] = ()
-    tokenizer_path: str = ""
-    chat_template: str = ""
+    id: _Name
+    aliases: Annotated[tuple[_Name, ...], Meta(max_length=256)] = ()
+    tokenizer_path: _Text = ""
+    chat_template: _Template = ""
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     """A worker's own health settings; None leaves the daemon's."""
 
     failure_threshold: Annotated[int, Meta(ge=1)] | None = None
-    drain_settle_secs: _Seconds | None = None
+    drain_settle_secs: Annotated[float, Meta(ge=0, le=MAX_DRAIN_SETTLE)] | None = None
     disable_health_check: bool | None = None
 
     def over(self, other: Health) -> Health:
@@ -58,31 +74,41 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     `max_connection_attempts` are only kept and shown.
     """
 
-    url: str
+    url: _Text
     models: tuple[ModelCard, ...] = ()
     worker_type: Literal["regular", "prefill", "decode", "encode"] = "regular"
     connection_mode: Literal["http", "grpc", "zmq"] | None = None
-    runtime_type: str | None = None
-    runtime: str | None = None
-    labels: dict[str, str] = {}
+    runtime_type: _Word | None = None
+    runtime: _Word | None = None
+    labels: _Labels = {}
     priority: _Count = 50
-    cost: _Seconds = 1.0
+    cost: _Cost = 1.0
     max_connection_attempts: _Count = 20
-    dp_size: Annotated[int, Meta(ge=1)] | None = None
+    dp_size: Annotated[int, Meta(ge=1, le=MAX_ENGINES)] | None = None
     dp_rank: int | None = None
-    zmq_handshake_address: str | None = None
+    zmq_handshake_address: _Word | None = None
     health: Health = Health()
 
     @property
-    def declared_runtime(self) -> str | None:
-        """The runtime that was named, under either name; None for `unspecified`."""
-        name = self.runtime_type or self.runtime
-        return None if name == "unspecified" else name
+    def declared_runtimes(self) -> list[str]:
+        """The runtimes that were named, under either name; `unspecified` is none."""
+        names = dict.fromkeys((self.runtime_type, self.runtime))
+        return [name for name in names if name and name != UNSPECIFIED]
+
+    @property
+    def card(self) -> ModelCard | None:
+        """The first of its model cards; `judge` refuses further ones."""
+        return self.models[0] if self.models else None
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Where the tokenizer of its model is, empty if it does not say."""
+        return self.labels.get("tokenizer_path") or (self.card.tokenizer_path if self.card else "")
 
     @property
     def names_model(self) -> bool:
         """Whether a model is named by its id, not only by where its files are."""
-        return bool(self.models) or "model" in self.labels
+        return bool(self.models or self.labels.get("model"))
 
     @property
     def wanted_model(self) -> ModelSource | None:
@@ -90,16 +116,15 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         `labels.model_path` says where it is and, unless a card or `labels.model` does, its id.
         """
-        card = self.models[0] if self.models else None
+        card = self.card
         name = card.id if card else self.labels.get("model", "")
         path = self.labels.get("model_path", "") or name
         if not path:
             return None
-        tokenizer = self.labels.get("tokenizer_path", "") or (card.tokenizer_path if card else "")
         return ModelSource(
             id=name or path,
             path=path,
-            tokenizer_path=tokenizer,
+            tokenizer_path=self.tokenizer_path,
             chat_template=card.chat_template if card else "",
             aliases=card.aliases if card else (),
         )
@@ -113,10 +138,15 @@ class WorkerPatch(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     priority: _Count | UnsetType = UNSET
-    cost: _Seconds | UnsetType = UNSET
-    labels: dict[str, str] = {}
+    cost: _Cost | UnsetType = UNSET
+    labels: _Labels = {}
     health: Health = Health()
     api_key: str | None = None
+
+    @property
+    def is_health_only(self) -> bool:
+        """Whether it changes nothing but health settings."""
+        return self == WorkerPatch(health=self.health, api_key=self.api_key)
 
     def apply(self, spec: WorkerSpec) -> WorkerSpec:
         """Return a spec with the changes made."""
@@ -167,9 +197,16 @@ def judge(spec: WorkerSpec) -> Wire:
             f"worker {url} has connection_mode {spec.connection_mode}, but {SCHEME} is zmq"
         )
     _judge_kind(spec)
+    _judge_names(spec)
     addresses = derive(url, spec.zmq_handshake_address)
+    runtimes = spec.declared_runtimes or [DEFAULT_RUNTIME]
+    if len(runtimes) > 1:
+        raise WorkerError(
+            f"ZMQ worker {url} has two runtimes, runtime_type {runtimes[0]} and runtime"
+            f" {runtimes[1]}: give one of them"
+        )
     try:
-        dialect = dialect_for(spec.declared_runtime or DEFAULT_RUNTIME, url)
+        dialect = dialect_for(runtimes[0], url)
     except ConfigError as error:
         raise WorkerError(str(error)) from error
     return Wire(addresses, dialect, spec.dp_size or 1)
@@ -191,26 +228,85 @@ def _judge_kind(spec: WorkerSpec) -> None:
         )
 
 
-def model_of(spec: WorkerSpec, loader: ModelLoader) -> ModelSource:
+def _judge_names(spec: WorkerSpec) -> None:
+    names = (spec.card.id, *spec.card.aliases) if spec.card else ()
+    for name in names:
+        if names.count(name) > 1:
+            raise WorkerError(f"ZMQ worker {spec.url} gives its model the name {name!r} twice")
+
+
+def model_of(spec: WorkerSpec, loader: ModelLoader, holder: Holder) -> ModelSource:
     """Return the model that a worker serves: the one it names, else the only one.
 
-    Raises `WorkerError` if it cannot be told.
+    One that nobody else holds becomes what the worker says of it. Raises `WorkerError` if it cannot
+    be told which it is, or if it cannot be what the worker says.
     """
     wanted = spec.wanted_model
-    if wanted is not None:
-        return loader.find(wanted.id if spec.names_model else wanted.path) or wanted
-    known = list(loader.sources.values())
-    if len(known) == 1:
-        return known[0]
+    known = _known(spec, wanted, loader)
+    if known is None:
+        if wanted is None:
+            raise _no_identity(spec, loader)
+        return wanted
+    said = _said(spec, known)
+    held = holder(known)
+    if held is None:
+        return structs.replace(known, **said)
+    for field, value in said.items():
+        if value and not _agrees(known, field, value):
+            raise WorkerError(
+                f"ZMQ worker {spec.url} cannot have another {field} for model {known.id!r} than"
+                f" {getattr(known, field)!r}, since the model {held}: leave {value!r:.200} out, or"
+                " give the model another name (labels.model)"
+            )
+    return known
+
+
+def _known(spec: WorkerSpec, wanted: ModelSource | None, loader: ModelLoader) -> ModelSource | None:
+    if wanted is None:
+        sources = list(loader.sources.values())
+        return sources[0] if len(sources) == 1 else None
+    if spec.names_model:
+        return loader.named(wanted.id)
+    return loader.at(wanted.path) or loader.named(wanted.path)
+
+
+def _said(spec: WorkerSpec, known: ModelSource) -> dict[str, Any]:
+    """Return what a worker says of a model that is known: fields of `ModelSource`."""
+    said: dict[str, Any] = {}
+    path = spec.labels.get("model_path", "")
+    if path and (spec.names_model or path not in known.names):
+        said = {"path": path, "tokenizer_path": ""}
+    if spec.tokenizer_path:
+        said["tokenizer_path"] = spec.tokenizer_path
+    if spec.card is not None:
+        said["chat_template"] = spec.card.chat_template
+        # Under one of its aliases it keeps the others.
+        before = () if spec.card.id == known.id else known.aliases
+        said["aliases"] = tuple(dict.fromkeys((*before, *spec.card.aliases)))
+    return said
+
+
+def _agrees(known: ModelSource, field: str, value: Any) -> bool:
+    if field == "aliases":
+        return known.names.issuperset(value)
+    if field == "tokenizer_path" and not known.tokenizer_path:
+        return bool(value == known.path)
+    return bool(value == getattr(known, field))
+
+
+def _no_identity(spec: WorkerSpec, loader: ModelLoader) -> WorkerError:
     hint = "set labels.model_path"
-    if known:
-        hint += f" to one of {', '.join(source.id for source in known)}, or to a new one"
-    raise WorkerError(f"ZMQ worker {spec.url} has no model identity: {hint}")
+    if loader.sources:
+        hint += f" to one of {', '.join(loader.sources)}, or to a new one"
+    return WorkerError(f"ZMQ worker {spec.url} has no model identity: {hint}")
 
 
 def load(spec: WorkerSpec, model: ModelSource, loader: ModelLoader) -> None:
-    """Load a worker's model, if it is not known. Raises `WorkerError` for a name that is taken."""
+    """Load a worker's model, if it is not known as it is to be.
+
+    Raises `WorkerError` for a name that is taken.
+    """
     try:
-        loader.add(model)
+        loader.change(model)
     except ModelError as error:
         raise WorkerError(f"ZMQ worker {spec.url} cannot serve its model: {error}") from error

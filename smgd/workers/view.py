@@ -9,7 +9,7 @@ from smgd.workers.fleet import Fleet
 from smgd.workers.record import Record
 
 
-def worker_view(record: Record, endpoints: Iterable[str]) -> dict[str, Any]:
+def worker_view(fleet: Fleet, record: Record, endpoints: Iterable[str]) -> dict[str, Any]:
     """Return one worker, without what is empty; `endpoints` are what its model is good for.
 
     `zmq_handshake_address` is what engines have to dial; `reason` says why a registration failed.
@@ -20,7 +20,7 @@ def worker_view(record: Record, endpoints: Iterable[str]) -> dict[str, Any]:
         "id": record.id,
         "model_id": worker.model_id,
         "url": spec.url,
-        "models": [_card(record, list(endpoints), info.max_model_len if info else None)],
+        "models": [_card(fleet, record, list(endpoints), info.max_model_len if info else None)],
         "worker_type": spec.worker_type,
         "connection_mode": "zmq",
         "runtime_type": worker.runtime,
@@ -39,11 +39,18 @@ def worker_view(record: Record, endpoints: Iterable[str]) -> dict[str, Any]:
     return _without_empty(view)
 
 
-def _card(record: Record, endpoints: list[str], length: int | None) -> dict[str, Any]:
-    card = {"id": record.worker.model_id, "model_type": endpoints, "context_length": length}
-    if record.spec.models:
-        card["aliases"] = list(record.spec.models[0].aliases)
-    return _without_empty(card)
+def _card(fleet: Fleet, record: Record, endpoints: list[str], length: int | None) -> dict[str, Any]:
+    """Return a worker's model as clients find it, whatever the worker has said of it."""
+    model_id = record.worker.model_id
+    source = fleet.model(model_id)
+    return _without_empty(
+        {
+            "id": model_id,
+            "aliases": list(source.aliases) if source else [],
+            "model_type": endpoints,
+            "context_length": length,
+        }
+    )
 
 
 def _without_empty(view: dict[str, Any]) -> dict[str, Any]:
@@ -58,10 +65,15 @@ def job_view(record: Record) -> dict[str, Any] | None:
             job = "AddWorker", "failed", record.reason
         case "draining":
             requests = f"{record.worker.requests_active} requests in flight"
-            job = "RemoveWorker", "processing", f"draining: {requests}"
+            if record.leaving:
+                job = "RemoveWorker", "processing", f"draining: {requests}"
+            else:
+                status = "processing" if record.worker.requests_active else "completed"
+                text = f"drained, not removed: {requests}; PUT it to have it serve again"
+                job = "DrainWorker", status, text
         case "pending":
             text = f"waiting for {record.worker.awaited} at {record.addresses.handshake}"
-            job = "AddWorker", "processing", text
+            job = "AddWorker", "processing", record.waits or text
         case _:
             return None
     names = ("job_type", "status", "message")
@@ -76,7 +88,7 @@ def fleet_view(fleet: Fleet, endpoints: Iterable[str], model_id: str | None) -> 
     """Return all workers, or those of one model, with how many there are of each type."""
     endpoints = list(endpoints)
     views = [
-        worker_view(record, endpoints)
+        worker_view(fleet, record, endpoints)
         for record in fleet.records.values()
         if model_id is None or record.worker.model_id == model_id
     ]

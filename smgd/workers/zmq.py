@@ -80,6 +80,7 @@ class ZmqWorker:
             on_ready=self._became_ready,
             on_lost=self._was_lost,
         )
+        self._told: EngineInfo | None = None
         self._session = self._link.session
         self._roster = self._session.roster
 
@@ -118,8 +119,8 @@ class ZmqWorker:
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the engine said at registration; None until then, and once it is gone."""
-        return self._roster.info
+        """What the engine said at registration, also once it is gone; None until then."""
+        return self._roster.info or self._told
 
     @property
     def requests_active(self) -> int:
@@ -173,9 +174,19 @@ class ZmqWorker:
         return not self._roster.ready and bool(self._roster.said)
 
     @property
+    def loading(self) -> bool:
+        """Whether any engine has said HELLO, and has its model still to load."""
+        return any(rank.greeted and not rank.known for rank in self._roster.ranks)
+
+    @property
     def unready(self) -> str | None:
         """Why the engines cannot be used, or None if they can."""
         return self._roster.unready
+
+    @property
+    def deserted(self) -> bool:
+        """Whether the last engine was seen to leave; one that is only not heard of has not."""
+        return self._roster.deserted
 
     @property
     def seen(self) -> list[str]:
@@ -188,6 +199,7 @@ class ZmqWorker:
         return self._roster.awaited
 
     def _became_ready(self) -> None:
+        self._told = self._roster.info
         self._changed(self._lifecycle.handshake_complete())
 
     def _was_lost(self, reason: str) -> None:

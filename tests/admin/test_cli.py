@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +77,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["workers"], "smgctl workers: the following arguments are required: COMMAND"),
         (["workers", "show"], "smgctl workers show: the following arguments are required: WORKER"),
         (["workers", "add", "u", "--label", "x"], "smgctl workers add: argument --label: found "),
+        *(
+            (
+                [*command, option, value],
+                f"smgctl {' '.join(command[:2])}: argument {option}: found ",
+            )
+            for command in (["workers", "patch", "w"], ["workers", "add", "u"])
+            for option in ("--drain-settle-secs", "--cost")
+            for value in ("inf", "nan", "-1", "1e999", "soon")
+        ),
         (["abort"], "smgctl abort: the following arguments are required: ID"),
         (["status", "--jsn"], "smgctl: unrecognized arguments: --jsn"),
     ],
@@ -125,6 +137,43 @@ def test_the_arguments_of_workers_add(tmp_path: Path) -> None:
     }
 
 
+# ------------------------------------------------------------------- nobody takes the answer
+
+
+def smgctl(path: Path, *argv: str, stdout: int) -> subprocess.CompletedProcess[bytes]:
+    """Run smgctl as a program, whose daemon answers with more than a pipe takes."""
+    command = [sys.executable, "-m", "smgd.admin.cli", "--socket", str(path), *argv]
+    reply = msgspec.json.encode({"result": {"server": {"host": "x" * 200_000}}}) + b"\n"
+    with answering(path, reply):
+        return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, check=False)
+
+
+@pytest.mark.parametrize("argv", [["config", "show"], ["config", "show", "--json"]])
+def test_an_answer_that_nobody_reads_to_its_end(argv: list[str], tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = smgctl(tmp_path / "s", *argv, stdout=write)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("argv", [["config", "show"], ["config", "show", "--json"], ["--help"]])
+def test_an_answer_that_cannot_be_written(argv: list[str], tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        if argv == ["--help"]:
+            command = [sys.executable, "-m", "smgd.admin.cli", *argv]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+        else:
+            done = smgctl(tmp_path / "s", *argv, stdout=full)
+    finally:
+        os.close(full)
+    text = b"smgctl: cannot write the answer: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, text)
+
+
 # ------------------------------------------------------------------------- nobody is reached
 
 
@@ -160,6 +209,7 @@ def test_a_daemon_that_hangs(tmp_path: Path) -> None:
     [
         (b"", 3, "has closed the connection: it stops or cannot start (systemctl"),
         (b"HTTP/1.1 400 Bad Request\n", 3, "is not smgd: JSON is malformed"),
+        (b'{"result":' + b"[" * 100_000 + b"\n", 3, "is not smgd: maximum recursion depth"),
         (b'{"error":"go away","kind":"denied"}\n', 3, "smgctl: go away"),
         (b'{"error":"no","kind":"failed"}\n', 1, "smgctl: no"),
         (b'{"error":"what?","kind":"usage"}\n', 2, "smgctl: what?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any
 
@@ -152,6 +153,52 @@ async def test_add_patch_drain_and_remove(build: Build, admin: dict[str, str], c
     assert (await ctl("workers", "list", "--json")).json[1]["state"] == "draining"
     await ctl("workers", "remove", url)
     await until(lambda: fleet.by_url(url) is None and len(fleet.records) == 1)
+
+
+async def test_a_worker_that_waits_for_another_has_no_command(
+    build: Build, admin: dict[str, str], ctl: Ctl
+) -> None:
+    house = build(admin=admin, replies=[ENDLESS])
+    await house.open()
+    house.start_engine(*PACE)
+    await house.ready()
+    call = await house.call("endless", stream=True)
+    await call.read("content")
+    url, fleet = url_of(house), house.daemon.fleet
+    [old] = fleet.records.values()
+    await ctl("workers", "remove", url)
+    new = (await ctl("workers", "add", url, "--json")).json
+    text = (await ctl("workers", "show", url)).out
+    assert f"reason       waits until worker {old.id} at the same URL has drained\n" in text
+    assert "connect with" not in text
+    assert "HELLO" not in text
+    assert f"waits until worker {old.id}" in (await ctl("workers", "list")).out
+    assert (await ctl("workers", "patch", old.id, "--drain-settle-secs", "0")).code == 0
+    await until(lambda: house.daemon.registry.get(new["id"]))
+    await house.ready()
+    assert "state           ready" in (await ctl("workers", "show", new["id"])).out
+    await call.close()
+
+
+async def test_who_has_commanded_is_in_the_log(
+    start: Start, admin: dict[str, str], ctl: Ctl
+) -> None:
+    house = await start(admin=admin, replies=[ENDLESS])
+    call = await house.call("endless", stream=True)
+    await call.read("content")
+    [running] = house.daemon.service.running
+    url = url_of(house)
+    commands = [
+        ("workers", "add", f"{url}-more"), ("workers", "patch", url, "--cost", "2"),
+        ("workers", "drain", url), ("workers", "remove", url), ("abort", running), ("reload",),
+        ("loglevel", "info"), ("drain",),
+    ]  # fmt: skip
+    for command in commands:
+        await ctl(*command)
+    lines = house.logged("admin command")
+    who = {(line["uid"], line["pid"]) for line in lines}
+    assert who == {(os.geteuid(), os.getpid())}, "smgctl runs in a thread of ours here"
+    assert len(lines) == len(commands)
 
 
 @pytest.mark.parametrize(

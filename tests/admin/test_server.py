@@ -15,22 +15,24 @@ import pytest
 import structlog
 import trio
 
+from smgd.admin.peer import Peer
 from smgd.admin.protocol import MAX_REQUEST, Answer, Request
-from smgd.admin.server import opened, serve, socket_path
+from smgd.admin.server import Run, opened, serve, socket_path
 from smgd.config import AdminConfig
 from smgd.errors import ConfigError
 from tests.admin.conftest import raw
 
 
-def echo(request: Request) -> Answer:
+def echo(request: Request, peer: Peer) -> Answer:
+    assert (peer.pid > 0, peer.uid in (os.geteuid(), 65534)) == (True, True)
     return Answer(result=[request.command, request.args])
 
 
 @asynccontextmanager
-async def served(path: Path, **config: str) -> AsyncIterator[None]:
+async def served(path: Path, *, run: Run = echo, **config: str) -> AsyncIterator[None]:
     with opened(AdminConfig(**config), str(path), []) as listeners:  # type: ignore[arg-type]
         async with trio.open_nursery() as nursery:
-            await nursery.start(serve, listeners, echo)
+            await nursery.start(serve, listeners, run)
             yield
             nursery.cancel_scope.cancel()
 
@@ -92,6 +94,20 @@ def test_what_another_process_has_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
+def test_the_file_of_a_successor_is_left_alone(tmp_path: Path) -> None:
+    """Its inode may well have the number of ours, which was removed."""
+    path = tmp_path / "smgd.sock"
+    with opened(AdminConfig(), str(path), []):
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as successor:
+            successor.bind(str(path))
+            successor.listen()
+    assert path.exists()
+    with opened(AdminConfig(), str(path), []):
+        path.unlink()
+    assert not path.exists()
+
+
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"cannot open the admin socket .*: No such file"),
@@ -123,7 +139,16 @@ async def test_several_requests_on_one_connection(tmp_path: Path) -> None:
     assert answers == [{"result": ["a", {}]}, {"result": ["b", {"x": 1}]}]
 
 
-@pytest.mark.parametrize("line", [b"", b"status", b"[]", b'{"args":{}}', b'{"command":"a","y":1}'])
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"status", b"[]", b'{"args":{}}', b'{"command":"a","y":1}', b'{"command":"\xff"}'),
+        *(DEEP, b'{"command":"a","args":{"x":' + DEEP),
+    ],
+)
 async def test_what_is_no_request(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with served(path):
@@ -146,6 +171,21 @@ async def test_a_line_without_end(tmp_path: Path) -> None:
     assert b'"error":"a request has at most 1048576 bytes"' in answer
 
 
+async def test_a_fault_of_ours_ends_one_connection_alone(tmp_path: Path) -> None:
+    def run(request: Request, peer: Peer) -> Answer:
+        if request.command == "curse":
+            raise RecursionError("nobody has thought of it")
+        return echo(request, peer)
+
+    path = tmp_path / "s"
+    with structlog.testing.capture_logs() as lines:
+        async with served(path, run=run):
+            assert await raw(str(path), b'{"command":"curse"}') == []
+            assert await raw(str(path), b'{"command":"a"}') == [{"result": ["a", {}]}]
+    [line] = [line for line in lines if line["event"] == "admin connection failed"]
+    assert (line["log_level"], line["exc_info"]) == ("error", True)
+
+
 async def test_a_client_that_leaves_does_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with served(path):
@@ -156,6 +196,18 @@ async def test_a_client_that_leaves_does_no_harm(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- refusals
+
+# Deep JSON, which a daemon must not even look at; then one question.
+_AS_SOMEBODY_RUDE = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[2])
+    connection.sendall(b'{"command":"x","args":' + b"[" * 100000 + b"\\n")
+    sys.stdout.buffer.write(connection.makefile("rb").readline())
+"""
 
 # Imported first: who has no rights may not be able to read it.
 _AS_SOMEBODY = """
@@ -172,11 +224,13 @@ except ClientError as error:
 """
 
 
-async def ask_as(groups: str, path: Path) -> subprocess.CompletedProcess[bytes]:
+async def ask_as(
+    groups: str, path: Path, program: str = _AS_SOMEBODY
+) -> subprocess.CompletedProcess[bytes]:
     """Ask as a user without rights, who is in some groups."""
     if os.geteuid() != 0:
         pytest.skip("only root may become somebody else")
-    command = [sys.executable, "-c", _AS_SOMEBODY, groups, str(path)]
+    command = [sys.executable, "-c", program, groups, str(path)]
     with trio.fail_after(30):
         return await trio.run_process(
             command, check=False, capture_stdout=True, capture_stderr=True
@@ -205,6 +259,15 @@ async def test_a_stranger_is_refused_even_if_the_mode_lets_him_in(open_directory
         "only root, uid 0 and members of the group daemon may use the admin socket:"
         " usermod -aG daemon USER, then log in again\n"
     )
+
+
+async def test_what_a_stranger_says_is_not_looked_at(open_directory: Path) -> None:
+    path = open_directory / "s"
+    async with served(path, mode="0666", group="daemon"):
+        done = await ask_as("", path, _AS_SOMEBODY_RUDE)
+        assert await raw(str(path), b'{"command":"a"}') == [{"result": ["a", {}]}]
+    assert b'"kind":"denied"' in done.stdout
+    assert done.stderr == b""
 
 
 async def test_the_mode_keeps_a_stranger_out(open_directory: Path) -> None:

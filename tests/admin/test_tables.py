@@ -10,10 +10,18 @@ from smgd.admin import tables
 
 
 def test_numbers_are_aligned_on_the_right() -> None:
-    assert tables.table(("NAME", "N", "AGE"), [("a", 5, "1m05s"), ("long", 12, "3s")]) == (
+    assert tables.table(("NAME", ">N", ">AGE"), [("a", 5, "1m05s"), ("long", 12, "3s")]) == (
         "NAME   N    AGE\n"
         "a      5  1m05s\n"
         "long  12     3s"
+    )  # fmt: skip
+
+
+def test_words_that_begin_with_digits_are_words() -> None:
+    assert tables.table(("NAME", "ID"), [("a", "1be5dcfa"), ("b", "12")]) == (
+        "NAME  ID\n"
+        "a     1be5dcfa\n"
+        "b     12"
     )  # fmt: skip
 
 

@@ -9,10 +9,11 @@ import pytest
 import trio
 
 from smgd.api.base import Plan
-from smgd.api.chat import RULES, ChatRequest, decode_chat, plan_chat
+from smgd.api.chat import REASONING_EFFORTS, RULES, ChatRequest, decode_chat, plan_chat
 from smgd.errors import ApiError
 from smgd.text.model import Model
 from smgd.text.stage import TextStage
+from smgd.text.template import ChatTemplate
 from smgd.text.tokenizer import Tokenizer
 from tests.api.support import Run, context, frames
 
@@ -103,6 +104,13 @@ async def test_choices_get_seeds_of_their_own(model: Model) -> None:
     assert [r.sampling.seed for r in (await plan(model, n=2)).requests] == [None, None]
 
 
+async def test_seeds_of_choices_stay_within_64_bits(model: Model) -> None:
+    requests = (await plan(model, n=3, seed=2**63 - 2)).requests
+    assert [r.sampling.seed for r in requests] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    # What the client itself has sent is not changed: the guard names it.
+    assert (await plan(model, n=2, seed=2**63)).requests[0].sampling.seed == 2**63
+
+
 async def test_length_rules(model: Model) -> None:
     prompt = len((await plan(model)).requests[0].prompt_ids)
     room = 64 - prompt
@@ -151,7 +159,11 @@ async def test_length_rules(model: Model) -> None:
         ({"n": 129}, "integer_above_max_value", "n"),
         ({"n": 2, "temperature": 0}, "invalid_value", "n"),
         ({"stop": ["a", ""]}, "invalid_value", "stop"),
-        ({"stream_options": {}}, "stream_options_requires_stream", "stream_options"),
+        (
+            {"stream_options": {"include_usage": False}},
+            "stream_options_requires_stream",
+            "stream_options",
+        ),
         (
             {"add_generation_prompt": True, "continue_final_message": True},
             "mutually_exclusive_parameters",
@@ -161,6 +173,19 @@ async def test_length_rules(model: Model) -> None:
         ({"watermarking": True}, "unsupported_parameter", "watermarking"),
         ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
         ({"temperature": "hot"}, "invalid_type", "temperature"),
+        ({"reasoning_effort": "banana"}, "invalid_value", "reasoning_effort"),
+        ({"reasoning_effort": ""}, "invalid_value", "reasoning_effort"),
+        ({"reasoning_effort": 0.5}, "invalid_type", "reasoning_effort"),
+        (
+            {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            "unsupported_parameter",
+            "chat_template_kwargs.chat_template",
+        ),
+        ({"prompt": "x"}, "unsupported_parameter", "prompt"),
+        ({"prompt_embeds": "x"}, "unsupported_parameter", "prompt_embeds"),
+        ({"cache_salt": ""}, "invalid_value", "cache_salt"),
+        ({"cache_salt": "x" * 129}, "string_above_max_length", "cache_salt"),
+        *[({"cache_salt": f"a{c}b"}, "invalid_value", "cache_salt") for c in "@/\\\0"],
     ],
 )
 def test_refusals(fields: dict[str, Any], code: str, param: str) -> None:
@@ -173,6 +198,80 @@ async def test_a_template_error_is_the_clients_with_the_templates_words(model: M
     with pytest.raises(ApiError, match="The model's chat template refused the messages:") as e:
         await plan_chat(request, context(model))
     assert (e.value.status, e.value.code) == (400, "process_messages_failed")
+
+
+async def prompt_of(model: Model, **fields: Any) -> str:
+    [request] = (await plan(model, **fields)).requests
+    return model.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
+
+
+def with_template(model: Model, source: str) -> Model:
+    template = ChatTemplate(source, model.tokenizer.special_tokens)
+    return msgspec.structs.replace(model, template=template)
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort", "thinks"),
+    [
+        ({}, "unset", "unset"),
+        ({"reasoning_effort": None}, "unset", "unset"),
+        *[({"reasoning_effort": e}, e, str(e != "none")) for e in REASONING_EFFORTS],
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "low", "unset"),
+        ({"chat_template_kwargs": {"reasoning_effort": "any word"}}, "any word", "unset"),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}},
+            "high",
+            "True",
+        ),
+        (
+            {"reasoning_effort": None, "chat_template_kwargs": {"reasoning_effort": "low"}},
+            "low",
+            "unset",
+        ),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "none",
+            "True",
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": None}},
+            "low",
+            "None",
+        ),
+    ],
+)
+async def test_the_effort_of_reasoning_is_told_to_the_template_as_vllm_tells_it(
+    model: Model, fields: dict[str, Any], effort: str, thinks: str
+) -> None:
+    source = "{{ reasoning_effort | default('unset') }}, {{ enable_thinking | default('unset') }}"
+    assert await prompt_of(with_template(model, source), **fields) == f"{effort}, {thinks}"
+
+
+def test_an_effort_that_is_none_is_answered_with_those_that_are() -> None:
+    assert "none, minimal, low, medium, high, xhigh, max" in refusal(reasoning_effort="x").message
+
+
+async def test_template_arguments_do_not_change_the_generation_prompt(model: Model) -> None:
+    usual = await prompt_of(model)
+    names = ("add_generation_prompt", "continue_final_message")
+    for value in (True, False, None):
+        kwargs = dict.fromkeys(names, value)
+        assert await prompt_of(model, chat_template_kwargs=kwargs) == usual
+    without = await prompt_of(
+        model, add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True}
+    )
+    assert usual.startswith(without)
+    assert usual != without
+
+
+async def test_stream_options_that_ask_for_nothing_need_no_stream(model: Model) -> None:
+    for options in ({}, {"include_usage": None}, None):
+        assert not (await plan(model, stream_options=options)).stream
+
+
+async def test_unknown_stream_options_are_counted(model: Model) -> None:
+    _, unknown = decode_chat(body(stream=True, stream_options={"zzz": 1, "include_usage": True}))
+    assert unknown == ["stream_options.zzz"]
 
 
 async def test_all_optional_fields_may_be_null(model: Model) -> None:

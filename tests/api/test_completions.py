@@ -63,7 +63,7 @@ async def test_the_four_forms_of_a_prompt(model: Model) -> None:
         (["a", ""], "prompt_empty"),
         ([[]], "prompt_empty"),
         ([[1], []], "prompt_empty"),
-        (None, "invalid_type"),
+        (None, "missing_required_parameter"),
         (1, "invalid_type"),
         ({}, "invalid_type"),
         ([True, False], "invalid_type"),
@@ -113,6 +113,11 @@ async def test_max_tokens_is_16_by_default_and_clamped_to_the_room(model: Model)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     with pytest.raises(ApiError, match="max_tokens must be at least 1, got 0"):
         await plan(model, max_tokens=0)
+
+
+async def test_max_completion_tokens_may_repeat_max_tokens(model: Model) -> None:
+    both = await plan(model, max_tokens=5, max_completion_tokens=5)
+    assert both.requests[0].sampling.max_tokens == 5
 
 
 async def test_choices_are_numbered_by_prompt_then_choice(model: Model) -> None:
@@ -177,6 +182,15 @@ async def test_a_stream_has_no_role_and_one_finish(model: Model) -> None:
         ({"suffix": "x"}, "unsupported_parameter", "suffix"),
         ({"echo": True}, "unsupported_parameter", "echo"),
         ({"best_of": 3}, "unsupported_parameter", "best_of"),
+        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"reasoning_effort": "low"}, "unsupported_parameter", "reasoning_effort"),
+        ({"max_completion_tokens": 5}, "unsupported_parameter", "max_completion_tokens"),
+        (
+            {"max_completion_tokens": 5, "max_tokens": 6},
+            "unsupported_parameter",
+            "max_completion_tokens",
+        ),
+        ({"cache_salt": "a/b"}, "invalid_value", "cache_salt"),
         ({"logprobs": True}, "invalid_type", "logprobs"),
         ({"stop": ["a" * (MAX_STOP_CHARS + 1)]}, "string_above_max_length", "stop"),
         ({"n": 2, "temperature": 0}, "invalid_value", "n"),

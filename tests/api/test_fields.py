@@ -8,20 +8,32 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import completion_create_params as openai_completion
+from openai.types.chat import completion_create_params as openai_chat
 
-from smgd.api.fields import HARMLESS, REFUSED, FieldRules, decode
+from smgd.api import QUERIES, SURFACES
+from smgd.api.chat import RULES as CHAT_RULES
+from smgd.api.completions import RULES as COMPLETION_RULES
+from smgd.api.fields import HARMLESS, KNOWN, FieldRules, decode
+from smgd.api.tokenize import DETOKENIZE_RULES, TOKENIZE_RULES
 from smgd.errors import ApiError
+
+
+class Options(msgspec.Struct):
+    usage: bool | None = None
+    padding: bool | None = None
 
 
 class Body(msgspec.Struct, kw_only=True):
     prompt: str
+    options: Options | None = None
     top_k: int | None = None
     ratio: float | None = None
     stop: list[str] | None = None
     bias: dict[int, float] | None = None
 
 
-RULES = FieldRules.of(Body, {"tools": ([],), "best_of": (1,)})
+RULES = FieldRules.of(Body, frozenset({"temperature"}))
 DECODER = msgspec.json.Decoder(Body)
 
 
@@ -55,7 +67,7 @@ def test_every_refused_field_is_refused_and_its_neutral_values_pass(name: str) -
         assert read(**{name: neutral}) == (Body(prompt="x"), [])
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
+@pytest.mark.parametrize("name", sorted(HARMLESS | {"temperature"}))
 def test_harmless_fields_are_ignored_and_not_counted(name: str) -> None:
     assert read(**{name: {"any": "thing"}}) == (Body(prompt="x"), [])
 
@@ -66,12 +78,123 @@ def test_unknown_fields_are_ignored_and_named_for_the_count() -> None:
     assert sorted(unknown) == ["foo", "frobnicate"]
 
 
-def test_what_a_surface_honours_is_not_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "unknown"),
+    [
+        (None, []),
+        ({}, []),
+        ({"usage": True, "padding": None}, []),
+        ({"zzz": 1, "usage": True, "yyy": None}, ["options.zzz", "options.yyy"]),
+    ],
+)
+def test_unknown_names_inside_an_object_are_named_with_it(
+    options: dict[str, Any] | None, unknown: list[str]
+) -> None:
+    assert read(options=options)[1] == unknown
+    assert read(options=options, foo=1)[1] == ["foo", *unknown]
+
+
+@pytest.mark.parametrize("options", [1, "x", [], {"usage": 1}])
+def test_an_object_of_another_type_blames_its_field(options: Any) -> None:
+    error = refusal(msgspec.json.encode({"prompt": "x", "options": options}))
+    assert error.code == "invalid_type"
+    assert error.param in ("options", "options.usage")
+
+
+def test_what_a_surface_honours_or_ignores_is_not_refused() -> None:
     class Own(msgspec.Struct):
         bad_words: list[str] | None = None
 
-    assert "bad_words" in REFUSED
-    assert "bad_words" not in FieldRules.of(Own, {}).refused
+    assert {"bad_words", "echo"} <= KNOWN.keys()
+    rules = FieldRules.of(Own, frozenset({"echo"}))
+    assert {"bad_words", "echo"}.isdisjoint(rules.refused)
+
+
+# --------------------------------------------------------------- what every surface knows
+
+# The request fields of vLLM 0.32: chat, completions, tokenize and detokenize.
+VLLM = frozenset(
+    {
+        "messages", "model", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs",
+        "max_tokens", "max_completion_tokens", "n", "presence_penalty", "response_format", "seed",
+        "stop", "stream", "stream_options", "temperature", "top_p", "tools", "tool_choice",
+        "reasoning_effort", "thinking_token_budget", "include_reasoning", "parallel_tool_calls",
+        "user", "use_beam_search", "top_k", "min_p", "repetition_penalty", "watermarking",
+        "length_penalty", "early_stopping", "stop_token_ids", "include_stop_str_in_output",
+        "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
+        "truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "logprob_token_ids",
+        "allowed_token_ids", "bad_words", "echo", "add_generation_prompt",
+        "continue_final_message", "add_special_tokens", "documents", "chat_template",
+        "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "structured_outputs",
+        "priority", "request_id", "session_id", "return_tokens_as_token_ids", "return_token_ids",
+        "routed_experts_prompt_start", "return_token_offsets", "return_prompt_text", "mm_payload",
+        "return_mm_kwargs", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs",
+        "repetition_detection", "stream_interval", "prompt", "suffix", "best_of", "prompt_embeds",
+        "return_token_strs", "tokens", "guided_json", "guided_regex", "guided_choice",
+        "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
+    }
+)  # fmt: skip
+OPENAI = frozenset(
+    openai_chat.CompletionCreateParamsNonStreaming.__annotations__
+    | openai_chat.CompletionCreateParamsBase.__annotations__
+    | openai_completion.CompletionCreateParamsBase.__annotations__
+)
+SURFACE_RULES = {
+    "chat": CHAT_RULES,
+    "completions": COMPLETION_RULES,
+    "tokenize": TOKENIZE_RULES,
+    "detokenize": DETOKENIZE_RULES,
+}
+LEAST: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "x"}]},
+    "completions": {"prompt": "x"},
+    "tokenize": {"messages": [{"role": "user", "content": "x"}]},
+    "detokenize": {"tokens": [1]},
+}
+DECODERS = {surface.endpoint: surface.decode for surface in SURFACES} | {
+    query.endpoint: query.decode for query in QUERIES
+}
+ALL_REFUSED = [
+    (surface, name) for surface, rules in SURFACE_RULES.items() for name in sorted(rules.refused)
+]
+
+
+@pytest.mark.parametrize("surface", SURFACE_RULES)
+def test_no_name_of_openai_of_vllm_or_of_another_surface_is_unknown(surface: str) -> None:
+    assert len(OPENAI) > 30
+    rules = SURFACE_RULES[surface]
+    known = {*rules.honoured, *rules.harmless, *rules.refused}
+    others = {name for other in SURFACE_RULES.values() for name in other.honoured}
+    assert sorted({*VLLM, *OPENAI, *KNOWN, *others} - known) == []
+
+
+def test_every_surface_has_its_rules_here() -> None:
+    assert DECODERS.keys() == SURFACE_RULES.keys() == LEAST.keys()
+
+
+@pytest.mark.parametrize(("surface", "name"), ALL_REFUSED)
+def test_every_surface_names_what_it_refuses_and_lets_defaults_pass(
+    surface: str, name: str
+) -> None:
+    def ask(value: Any) -> list[str]:
+        body = msgspec.json.encode({**LEAST[surface], name: value})
+        _, unknown = DECODERS[surface](body)
+        return unknown
+
+    with pytest.raises(ApiError) as caught:
+        ask({"something": "else"})
+    error = caught.value
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
+    assert f"'{name}' is not supported by this endpoint" in error.message
+    for neutral in (None, *SURFACE_RULES[surface].refused[name]):
+        assert ask(neutral) == []
+
+
+@pytest.mark.parametrize("surface", SURFACE_RULES)
+def test_what_generates_is_no_matter_to_a_query(surface: str) -> None:
+    fields: dict[str, Any] = {"temperature": 0.5, "max_tokens": 3, "stream": False, "n": 1}
+    body = msgspec.json.encode({**LEAST[surface], **fields})
+    assert DECODERS[surface](body)[1] == []
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"nope", b'{"prompt": NaN}', b"\xff\xfe"])

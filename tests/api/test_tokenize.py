@@ -89,7 +89,55 @@ def test_an_empty_conversation_is_refused() -> None:
     assert caught.value.code == "empty_array"
 
 
-@pytest.mark.parametrize("fields", [{}, {"prompt": "x", "messages": HELLO}, {"prompt": None}])
-def test_one_of_prompt_and_messages(fields: Any) -> None:
-    with pytest.raises(ApiError, match="Give either 'prompt' or 'messages'"):
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         decode_tokenize(msgspec.json.encode(fields))
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_prompt_and_messages_do_not_go_together() -> None:
+    error = refusal(prompt="x", messages=HELLO)
+    assert (error.code, error.param) == ("mutually_exclusive_parameters", "prompt")
+    assert error.message == "Give either 'prompt' or 'messages', not both."
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": None}, {"prompt": None, "messages": None}])
+def test_one_of_prompt_and_messages_is_needed(fields: Any) -> None:
+    error = refusal(**fields)
+    assert (error.code, error.param) == ("missing_required_parameter", "prompt")
+    assert "one of 'prompt' and 'messages'" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("documents", [{"title": "x"}]),
+        ("reasoning_effort", "low"),
+        ("continue_final_message", True),
+    ],
+)
+async def test_what_belongs_to_messages_is_refused_with_a_prompt(
+    model: Model, name: str, value: Any
+) -> None:
+    error = refusal(prompt="x", **{name: value})
+    assert (error.code, error.param) == ("mutually_exclusive_parameters", name)
+    assert error.message.startswith(f"'{name}' belongs to 'messages'")
+
+
+async def test_what_asks_for_nothing_passes_with_a_prompt(model: Model) -> None:
+    fields: dict[str, Any] = {
+        "chat_template_kwargs": {}, "documents": [], "reasoning_effort": None,
+        "continue_final_message": False,
+    }  # fmt: skip
+    for added in (True, False, None):
+        answer = await ask_tokens(model, prompt="x", add_generation_prompt=added, **fields)
+        assert answer["count"] == 1
+
+
+async def test_the_tokens_of_a_request_to_come_can_be_counted(model: Model) -> None:
+    request, unknown = decode_tokenize(
+        msgspec.json.encode({"messages": HELLO, "max_tokens": 5, "temperature": 1, "stream": True})
+    )
+    assert (unknown, request.messages) == ([], HELLO)

@@ -1,14 +1,20 @@
-"""A worker's three sockets in memory, so that minutes pass in no time on a jumping clock."""
+"""A worker's three sockets in memory, so that minutes pass in no time on a jumping clock.
+
+Their files are real: those of sockets that nobody listens on.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from socket import AF_UNIX
+from socket import socket as system_socket
 
 import trio
 import trio.testing
 
-from smgd.engine.paths import Addresses
+from smgd.engine.paths import SCHEME, Addresses
 from smgd.engine.transport import (
     DRAIN_LIMIT,
     PeerEvent,
@@ -16,6 +22,7 @@ from smgd.engine.transport import (
     TransportError,
     WorkerSockets,
 )
+from smgd.errors import WorkerError
 from smgd.wire import vllm as wire
 from tests.engine_unit.scripted import HELLO, READY, outputs, registration, unpack
 
@@ -49,6 +56,7 @@ class MemorySocket:
         self.sent: list[list[bytes]] = []
         self.peers: set[bytes] = set()
         self.closed = False
+        self.bind_errors: list[WorkerError] = []
         self._full = False
         self._failure: TransportError | None = None
         self._inbox: deque[list[bytes]] = deque()
@@ -67,6 +75,15 @@ class MemorySocket:
     def fail(self) -> None:
         self._failure = TransportError("socket failed: test")
         self._lot.unpark_all()
+
+    def bind(self, address: str) -> str:
+        if self.bind_errors:
+            raise self.bind_errors.pop()
+        path = Path(address.removeprefix(SCHEME))
+        path.unlink(missing_ok=True)
+        with system_socket(AF_UNIX) as made:
+            made.bind(str(path))
+        return address
 
     def send_nowait(self, frames: Sequence[bytes]) -> None:
         assert not self.closed
@@ -113,6 +130,8 @@ class MemoryWorker:
             raise self.bind_errors.pop()
         self.binds += 1
         self.handshake, self.input, self.output = MemorySocket(), MemorySocket(), MemorySocket()
+        self.input.bind(addresses.input)
+        self.output.bind(addresses.output)
         self.input.on_send = self._heard
         return WorkerSockets(self.handshake, self.input, self.output)
 

@@ -159,7 +159,8 @@ def test_lockstep_is_known_without_the_ready() -> None:
 
 
 def test_waves_go_on_above_those_of_a_former_life() -> None:
-    session = Session("w", VllmDialect(), b"INIT", is_ours, 2, first_wave=1000)
+    session = new_session(2)
+    session.begin_waves(1000)
     session.roster.recall(
         [Said(i, registration(data_parallel_size=2), lockstep=True) for i in range(2)]
     )
@@ -168,6 +169,10 @@ def test_waves_go_on_above_those_of_a_former_life() -> None:
         hear(session, answer(asked, engine=index))
     _, wake = session.submit(request("r0"), Inbox())
     assert (wake.identity, unpack(wake.frames[1])) == (B, [1000, 0])
+    hear(session, outputs(engine=1, wave_complete=2000))
+    session.begin_waves(1500)  # not below what was seen
+    _, wake = session.submit(request("r1"), Inbox())
+    assert unpack(wake.frames[1])[0] == 2001
 
 
 # ---------------------------------------------------------------------------- whose connection
@@ -242,6 +247,15 @@ def test_an_answer_adopts_what_a_former_life_knew() -> None:
     session.roster.lose("closed")
     (again, _) = hear(session, answer(call_of(session.roster.asks())))
     assert again.how == "recovered"
+
+
+def test_an_answer_to_a_call_of_a_former_life_proves_nothing() -> None:
+    session = Session("w", VllmDialect(), b"INIT", is_ours, first_call=1000)
+    session.roster.recall(said(0))
+    asked = call_of(session.roster.asks())
+    for call in (1, asked - 1, asked + 1):
+        assert hear(session, answer(call)) == []
+    assert kinds(hear(session, answer(asked))) == [EngineReady, SessionReady]
 
 
 def test_a_hello_voids_what_a_former_life_knew() -> None:

@@ -19,12 +19,14 @@ from trio.testing import MockClock
 from smgd.core import Delta, RequestIds
 from smgd.engine import paths
 from smgd.engine.dialects.vllm import VllmDialect
+from smgd.engine.handshake import Said
 from smgd.engine.link import EngineLink
+from smgd.engine.record import Former, RecordFile
 from smgd.engine.transport import PeerEvent
 from smgd.errors import EngineLostError, WorkerError
 from smgd.wire import vllm as wire
 from tests.engine_unit.memory import MemoryWorker
-from tests.engine_unit.scripted import Inbox, outputs, pack, request
+from tests.engine_unit.scripted import Inbox, outputs, pack, registration, request, unpack
 
 settled = trio.testing.wait_all_tasks_blocked
 
@@ -262,7 +264,7 @@ async def test_a_handshake_that_does_not_get_on_is_reported_and_never_given_up(
     texts = [log["event"] for log in logs if log["log_level"] == "warning"][:2]
     url = bench.addresses.url
     assert texts == [
-        f"ZMQ backend handshake incomplete for {url}: startup handshake timed out while waiting "
+        f"ZMQ backend handshake failed for {url}: startup handshake timed out while waiting "
         f"for {what} after {seconds}s; still listening on {bench.addresses.handshake}"
         for what, seconds in [
             ("HELLO of engine 0", 600),
@@ -401,6 +403,76 @@ async def test_a_failing_socket_is_bound_again(bench: Bench, autojump_clock: Moc
         "ZMQ socket failed; binding again",
         "cannot bind again; will retry",
     ]
+
+
+async def test_files_that_are_removed_are_made_anew_around_a_running_request(
+    bench: Bench, autojump_clock: MockClock
+) -> None:
+    addresses = bench.addresses
+    files = [addresses.lock, addresses.record, *addresses.sockets]
+    with capture_logs() as logs:
+        async with bench.running():
+            request_id, inbox = bench.submit()
+            for path in files:
+                path.unlink()
+            await trio.sleep(5.1)
+            assert [path.exists() for path in files] == [True] * 4
+            bench.engine.say(outputs((request_id, [5], 1)))
+            await settled()
+            assert inbox.ids == [5]
+            assert (bench.changes, bench.engine.binds) == (["ready"], 1)
+            await trio.sleep(1000)
+    errors = [log["event"] for log in logs if log["log_level"] == "error"]
+    assert errors == [
+        "files of this worker were removed or replaced; making them anew",
+        "engine record was removed; writing it anew",
+    ]
+
+
+async def test_before_an_engine_is_told_where_to_dial_there_is_something_to_dial(
+    bench: Bench,
+) -> None:
+    async with bench.running():
+        bench.engine.vanish()
+        await settled()
+        files = bench.addresses.sockets
+        for path in files:
+            path.unlink()
+        seen: list[bool] = []
+        bench.engine.handshake.on_send = lambda _: seen.extend(path.exists() for path in files)
+        await bench.engine.start()
+        assert seen == [True, True]
+        assert bench.changes[2:] == ["ready"]
+
+
+async def test_the_reason_of_a_loss_is_the_one_in_the_log(bench: Bench) -> None:
+    """The abort of what ran there finds nobody any more."""
+    with capture_logs() as logs:
+        async with bench.running():
+            bench.submit()
+            bench.engine.vanish()
+            await settled()
+            [lost] = [log for log in logs if log["event"] == "engine session ended"]
+            assert lost["reason"].endswith("connection was closed")
+            assert bench.link.session.roster.unready == lost["reason"]
+
+
+async def test_waves_begin_above_those_of_a_life_whose_clock_was_ahead(tmp_path: Path) -> None:
+    ahead = 10**17  # microseconds: the sixth millennium
+    said = [Said(i, registration(data_parallel_size=2), lockstep=True) for i in range(2)]
+    bench = Bench(tmp_path, engines=2)
+    RecordFile(bench.addresses, "vllm", 2).save(Former(said, ahead))
+    async with bench.running(started=False):
+        bench.engine.answering = True
+        for identity in (b"\x00\x00", b"\x01\x00"):
+            bench.engine.input.peers.add(identity)
+            bench.engine.input.monitor().happen(PeerEvent("connected", identity[0]))
+        await settled()
+        assert bench.changes == ["ready"]
+        bench.submit()
+        [wave] = [m for m in bench.engine.input.sent if m[1] == wire.START_DP_WAVE]
+        assert unpack(wave[2])[0] > ahead + 10**9
+        assert RecordFile(bench.addresses, "vllm", 2).load().first_wave > ahead
 
 
 async def test_several_engines_and_one_too_many(tmp_path: Path, autojump_clock: MockClock) -> None:

@@ -17,7 +17,7 @@ from smgd.engine.events import (
     SessionLost,
     SessionReady,
 )
-from smgd.engine.handshake import Rank
+from smgd.engine.handshake import Rank, Said
 from smgd.engine.roster import OnLost, Roster
 from tests.engine_unit import recorded
 from tests.engine_unit.scripted import HELLO, READY, pack, registration
@@ -161,6 +161,89 @@ def test_a_loss_is_told_once_nothing_goes_to_the_engine_any_more() -> None:
     events = roster.handshake(A, HELLO)
     assert events == [SessionLost(reason, 0), what_follows, SendInit(A, b"INIT")]
     assert told == [([1], "gone", [0], None), ([0], reason, [], reason)]
+
+
+# -------------------------------------------------------------------------------- reasons
+
+
+def start(roster: Roster, identity: bytes = A, **fields: str) -> None:
+    roster.handshake(identity, HELLO)
+    roster.registration(identity, registration(**fields))
+    roster.handshake(identity, READY)
+
+
+def test_the_reason_follows_the_handshake() -> None:
+    roster = new_roster()
+    assert roster.unready == "no engine has dialled in yet"
+    roster.handshake(A, HELLO)
+    assert roster.unready == "waiting for READY and registration of engine 0"
+    roster.handshake(A, b"\x80")
+    roster.registration(A, b"\x80")
+    assert roster.unready == "waiting for READY and registration of engine 0"
+    roster.handshake(A, READY)
+    assert roster.unready == "waiting for registration of engine 0"
+    roster.registration(A, registration())
+    assert roster.unready is None
+
+
+def test_the_reason_names_all_that_a_group_waits_for() -> None:
+    roster = new_roster(2)
+    start(roster, instance_id="a")
+    assert roster.unready == "waiting for HELLO of engine 1"
+    roster.handshake(B, HELLO)
+    assert roster.unready == "waiting for READY and registration of engine 1"
+    roster.lose("gone", A)  # it does not take requests yet, but was there
+    assert roster.unready == "gone"
+    roster.handshake(B, READY)
+    assert roster.unready == "waiting for an answer or HELLO of engine 0, registration of engine 1"
+
+
+def test_of_several_signs_of_a_loss_the_first_is_the_reason() -> None:
+    roster = new_roster()
+    start(roster)
+    closed = "the output connection was closed"
+    assert roster.disconnected(closed, 0) == [SessionLost(closed, 0)]
+    for later in ("no connection with that identity", "the input connection was closed"):
+        assert roster.lose(later, A) == []
+        assert roster.disconnected(later, 0) == []
+        assert roster.lose(later) == []
+        assert roster.unready == closed
+    start(roster)
+    assert roster.unready is None
+    roster.lose("no connection with that identity", A)
+    assert roster.unready == "no connection with that identity"
+
+
+def test_the_reason_ends_with_what_an_engine_says_next() -> None:
+    roster = new_roster()
+    start(roster)
+    roster.lose("gone")
+    roster.handshake(A, HELLO)
+    assert roster.unready == "waiting for READY and registration of engine 0"
+    roster.lose("no connection with that identity", A)  # a late one of its predecessor
+    assert roster.unready == "waiting for READY and registration of engine 0"
+
+
+def test_the_reason_is_that_of_the_engine_that_was_lost_last() -> None:
+    roster = new_roster(2)
+    start(roster, A, instance_id="a")
+    start(roster, B, instance_id="b")
+    roster.lose("first", A)
+    assert roster.unready is None
+    roster.lose("second", B)
+    roster.lose("no connection with that identity", A)
+    assert roster.unready == "second"
+
+
+def test_the_reason_of_engines_of_a_former_life() -> None:
+    roster = new_roster()
+    roster.recall([Said(0, registration())])
+    assert roster.unready == "an engine was here before, and has not answered yet"
+    roster.lose("socket failed: first")
+    roster.lose("socket failed: second")
+    assert roster.unready == "socket failed: first"
+    roster.handshake(A, HELLO)
+    assert roster.unready == "waiting for READY and registration of engine 0"
 
 
 def test_a_rank_does_not_serve_before_its_family_is_ready() -> None:

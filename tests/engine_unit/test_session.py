@@ -104,7 +104,7 @@ def test_a_hello_in_a_running_session_ends_it() -> None:
     assert events[0] == SessionLost("engine 0 was started anew", 1)
     assert events[-1] == SendInit(A, b"INIT")
     assert str(inbox.errors[0]) == f"engine of worker {URL} lost: engine 0 was started anew"
-    with pytest.raises(EngineLostError, match="engine 0 was started anew"):
+    with pytest.raises(EngineLostError, match="waiting for READY and registration of engine 0"):
         session.submit(request("r2"), Inbox())
     session.roster.registration(A, registration())
     assert kinds(session.roster.handshake(A, READY)) == [EngineReady, SessionReady]
@@ -430,7 +430,7 @@ def test_an_engine_that_was_only_slow_comes_back_with_its_answer() -> None:
     assert asks == [Send(A, VllmDialect().heartbeat(1))]
     assert inbox.endings == 1
     assert session.roster.lose("again") == []
-    with pytest.raises(EngineLostError, match="again"):
+    with pytest.raises(EngineLostError, match="no output for 300s"):
         session.submit(request("r2"), Inbox())
     assert session.receive([GARBAGE]) != []
     assert session.receive([outputs(stats={})]) == []  # computed before it was asked
@@ -455,12 +455,12 @@ def test_a_lost_engine_that_is_started_anew_begins_with_its_handshake() -> None:
     assert kinds(session.roster.handshake(A, READY)) == [EngineReady, SessionReady]
 
 
-def test_a_loss_before_the_handshake_is_complete_keeps_the_first_reason() -> None:
+def test_a_loss_before_the_handshake_is_complete_is_none() -> None:
     session = new_session()
     session.roster.handshake(A, HELLO)
     assert session.roster.lose("connection closed") == []
     assert session.roster.awaited == "READY and registration of engine 0"
-    with pytest.raises(EngineLostError, match="no engine has dialled in yet"):
+    with pytest.raises(EngineLostError, match="waiting for READY and registration of engine 0"):
         session.submit(request("r1"), Inbox())
 
 

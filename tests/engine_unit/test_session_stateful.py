@@ -90,7 +90,9 @@ class SessionMachine(RuleBasedStateMachine):
             self.hello(index)
 
     def hello(self, index: int) -> None:
-        self.left |= self.lost_with(index)
+        # One that is not in use takes nothing with it: those that went with it were lost before.
+        if index < self.engines and self.session.roster.ranks[index].ready:
+            self.left |= self.lost_with(index)
         events = self.session.roster.handshake(index.to_bytes(2, "little"), HELLO)
         self.happen(events)
         inits = [event for event in events if isinstance(event, SendInit)]

@@ -11,7 +11,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smgd.api import chat, completions
+from smgd.api import chat, completions, tokenize
 from smgd.api.fields import HARMLESS
 from tests.flows.client import CHAT, HOST, Call, head, post
 from tests.flows.conftest import Start
@@ -68,7 +68,7 @@ PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "priority": integers,
     "cache_salt": texts,
     "ignore_eos": st.booleans(),
-    "logprobs": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 5),
     "top_logprobs": integers,
     "stream": st.booleans(),
     "stream_options": st.just({"include_usage": True}) | values,
@@ -78,9 +78,14 @@ PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "add_special_tokens": st.booleans(),
     "return_token_strs": st.booleans(),
 }
-RULES = (chat.RULES, completions.RULES)
+RULES = {
+    "/v1/chat/completions": chat.RULES,
+    "/v1/completions": completions.RULES,
+    "/tokenize": tokenize.TOKENIZE_RULES,
+    "/detokenize": tokenize.DETOKENIZE_RULES,
+}
 NAMES = sorted(
-    {*HARMLESS, "unknown"}.union(*[{*rules.honoured, *rules.refused} for rules in RULES])
+    {*HARMLESS, "unknown"}.union(*[{*rules.honoured, *rules.refused} for rules in RULES.values()])
     - {"messages", "prompt", "n"}
 )
 
@@ -88,7 +93,7 @@ ids = st.lists(st.integers(0, 4095) | integers, max_size=5)
 prompts = texts | st.lists(texts, max_size=3) | ids | st.lists(ids, max_size=3) | values
 subjects: dict[str, st.SearchStrategy[Any]] = {
     "/v1/chat/completions": st.fixed_dictionaries({"messages": messages}),
-    "/v1/completions": st.fixed_dictionaries({"prompt": prompts}),
+    "/v1/completions": st.fixed_dictionaries({"prompt": st.just("the sea") | prompts}),
     "/tokenize": st.fixed_dictionaries({"prompt": texts})
     | st.fixed_dictionaries({"messages": messages}),
     "/detokenize": st.fixed_dictionaries({"tokens": ids}),
@@ -98,18 +103,23 @@ subjects: dict[str, st.SearchStrategy[Any]] = {
 def bodies_of(path: str) -> st.SearchStrategy[bytes]:
     """Return bodies for a route: some right in most, some wild, some no JSON at all."""
     subject = subjects[path]
-    names = st.lists(st.sampled_from(sorted(PLAUSIBLE)), max_size=5, unique=True)
+    possible = sorted(PLAUSIBLE.keys() - RULES[path].refused.keys())
+    names = st.lists(st.sampled_from(possible), max_size=5, unique=True)
     fields = names.flatmap(lambda keys: st.fixed_dictionaries({k: PLAUSIBLE[k] for k in keys}))
     plausible = st.builds(lambda some, more: some | more, subject, fields)
+    own = sorted(RULES[path].honoured & {"messages", "prompt", "tokens"})
     wild = st.builds(
         lambda some, more: some | more,
-        subject | st.fixed_dictionaries(dict.fromkeys(("messages", "prompt", "tokens"), values)),
+        subject | st.fixed_dictionaries(dict.fromkeys(own, values)),
         st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
     )
     # json.dumps escapes: only so can a lone surrogate be sent. Its NaN is no JSON at all.
-    bodies = (plausible | wild | values).map(lambda body: json.dumps(body).encode())
+    right, bodies = (
+        bodies.map(lambda body: json.dumps(body).encode())
+        for bodies in (plausible, plausible | wild | values)
+    )
     cut = bodies.flatmap(lambda body: st.integers(0, len(body)).map(lambda end: body[:end]))
-    return bodies | cut | st.binary(max_size=40)
+    return right | bodies | cut | st.binary(max_size=40)
 
 
 ALLOWED = {200, 400, 404, 503}
@@ -175,6 +185,9 @@ async def test_bodies_that_are_not_what_they_say(start: Start) -> None:
         (post(b"[" * 900), 400, None),
         (post(b'{"messages":[{"role":"user","content":"\xff\xfe"}]}'), 400, "invalid_json"),
         (post(b'{"messages":[]}'), 400, "empty_array"),
+        (post(b'{"messages":[]}', "Content-Encoding: identity"), 400, "empty_array"),
+        (post(b"\x1f\x8b", "Content-Encoding: gzip"), 415, "unsupported_content_encoding"),
+        (post(b"{}", "content-encoding: identity, BR"), 415, "unsupported_content_encoding"),
         (post(b"x" * 1001), 413, "request_too_large"),
     ]
     for data, status, code in cases:
@@ -187,6 +200,22 @@ async def test_bodies_that_are_not_what_they_say(start: Start) -> None:
             assert call.error["code"] == code
     await house.quiet()
     assert house.tally.adds == []
+
+
+@pytest.mark.parametrize("http_path", ["fast", "stock"])
+async def test_no_route_takes_a_compressed_body(start: Start, http_path: str) -> None:
+    house = await start(server={"http_path": http_path})
+    for path in (CHAT, "/v1/completions", "/tokenize", "/detokenize", "/workers"):
+        stream = await house.dial()
+        await stream.send_all(post(b"\x1f\x8b\x08", "Content-Encoding: gzip", path=path))
+        call = await Call(stream).read()
+        if path == "/workers":  # whose errors have an envelope of their own
+            assert (call.status, call.json["code"]) == (400, "BAD_REQUEST")
+            message = call.json["error"]
+        else:
+            assert (call.status, call.error["code"]) == (415, "unsupported_content_encoding")
+            message = call.error["message"]
+        assert message.startswith("Content-Encoding 'gzip' is not supported")
 
 
 async def test_a_chunked_body_is_a_body(start: Start) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.flows.client import Call
+from tests.flows.client import Call, fetch
 from tests.flows.conftest import Build, Start
 from tests.flows.house import House, start_program, until
 
@@ -64,6 +64,11 @@ async def test_a_killed_engine_fails_its_requests_at_once_and_its_successor_serv
     assert house.active == 0
     status, body = await house.readiness()
     assert (status, body["reason"]) == (503, "insufficient healthy workers")
+    [record] = house.daemon.fleet.records.values()
+    [line] = house.logged("engine session ended")
+    assert record.worker.unready == line["reason"]
+    [model] = (await fetch(house.port, "/v1/models")).json["data"]
+    assert model["max_model_len"] == 8192  # as the engine has said
     answer = await house.ask("the sea")
     assert (answer.status, answer.error["code"]) == (503, "no_available_workers")
     await house.start_process()
@@ -72,6 +77,24 @@ async def test_a_killed_engine_fails_its_requests_at_once_and_its_successor_serv
     assert trio.current_time() - house.tally.ready_at[1] < 1
     assert (await house.ask("the sea")).status == 200
     assert house.tally.aborts == []
+
+
+async def test_an_engine_comes_back_although_somebody_has_removed_the_files(build: Build) -> None:
+    house = build(replies=[ENDLESS])
+    await house.open()
+    process = await house.start_process(*PACE)
+    await house.ready()
+    [record] = house.daemon.fleet.records.values()
+    for path in (record.addresses.lock, *record.addresses.sockets):
+        path.unlink()
+    assert (await house.ask("the sea")).status == 200  # the connections live on
+    process.kill()
+    await until(lambda: house.daemon.registry.ready_count() == 0)
+    await house.start_process()
+    await house.ready()
+    assert (await house.ask("the sea")).status == 200
+    gone = "files of this worker were removed or replaced; making them anew"
+    assert house.take_errors() == [gone]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
 import trio
 
+from smgd.web.exchange import AsgiExchange
+from smgd.web.h1 import FastExchange
 from tests.flows.client import COMMENT, chat_body, post
 from tests.flows.conftest import Start
 from tests.flows.house import HTTP_PATH, until
@@ -63,11 +69,18 @@ async def test_an_early_failure_keeps_its_status_and_a_late_one_is_an_event(star
     assert late.blocks[0] == COMMENT
 
 
-async def test_the_end_of_a_stream_is_one_write(start: Start) -> None:
+async def test_the_end_of_a_stream_is_one_write(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last text, the finish, the usage and `[DONE]` leave together.
 
-    On the fast path the last chunk of HTTP goes with them; Hypercorn sends its own afterwards.
+    On the fast path the last chunk of HTTP goes with them; Hypercorn sends its own afterwards. Two
+    writes may still reach a client as one piece, so those of the task are looked at, too.
     """
+    writes: list[tuple[str, bytes]] = []
+    for kind in (FastExchange, AsgiExchange):
+        for name in ("write", "end"):
+            monkeypatch.setattr(kind, name, noting(getattr(kind, name), writes))
     house = await start("--itl-ms", "20")
     stream = await house.dial()
     options = {"include_usage": True}
@@ -76,8 +89,24 @@ async def test_the_end_of_a_stream_is_one_write(start: Start) -> None:
     with trio.fail_after(5):
         while not pieces or b"[DONE]" not in pieces[-1]:
             pieces.append(bytes(await stream.receive_some()))
+    name, data = writes[-1]
+    assert (name, data.endswith(b"data: [DONE]\n\n")) == ("end", True)
+    assert b'"finish_reason":"length"' in data
     assert b'"finish_reason":"length"' in pieces[-1]
     assert b'"usage":{"prompt_tokens"' in pieces[-1]
     if HTTP_PATH == "fast":
         assert b"0\r\n\r\n" in pieces[-1]
     await until(lambda: house.answering == 0)
+    assert [name for name, _ in writes].count("end") == 1
+
+
+def noting(
+    method: Callable[..., Awaitable[None]], writes: list[tuple[str, bytes]]
+) -> Callable[..., Awaitable[None]]:
+    """Return the method of an exchange, which notes in `writes` what it is given."""
+
+    async def noted(exchange: Any, data: bytes = b"") -> None:
+        writes.append((method.__name__, data))
+        await method(exchange, data)
+
+    return noted

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -291,6 +292,40 @@ async def test_a_stalled_reader_is_cut_and_disturbs_nobody(start: Start) -> None
     assert sorted(house.tally.aborts) == sorted(names)
     [line] = [line for line in await house.requests() if line["status"] != 200]
     assert line["status"] == 499
+
+
+@pytest.mark.parametrize("how", ["closed", "reset", "stalled"])
+async def test_who_leaves_during_the_last_write_has_not_got_it(start: Start, how: str) -> None:
+    house = await start(server={"write_timeout": 0.5})
+    body = msgspec.json.encode({"prompt": "a " * 2_000_000})
+    stream = await house.dial(receive_buffer=4096)
+    await stream.send_all(post(body, path="/tokenize"))
+    call = Call(stream)
+    await call.read("tokens")
+    assert call.status == 200
+    if how == "closed":
+        await call.close()
+    elif how == "reset":
+        call.reset()
+    await house.quiet()
+    [line] = await house.requests()
+    assert (line["status"], line["error_code"]) == (499, "client_closed_request")
+    assert await house.metric("smg_http_responses_total", status_code="499") == 1
+
+
+async def test_requests_that_cannot_be_read_are_counted_and_told(start: Start) -> None:
+    house = await start()
+    for data in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
+        stream = await house.dial()
+        await stream.send_all(data)
+        async with stream:
+            assert (await Call(stream).read()).status == 400
+    lines = house.logged("request refused")
+    assert [(line["client"], line["status"]) for line in lines] == [("127.0.0.1", 400)] * 2
+    assert all(line["reason"] for line in lines)
+    assert await house.requests() == []
+    labels = {"path": "other", "status_code": "400", "error_code": "bad_http"}
+    assert await house.metric("smg_http_responses_total", **labels) == 2
 
 
 async def test_a_slow_reader_gets_everything(start: Start) -> None:

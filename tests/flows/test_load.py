@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import termios
 from array import array
 from typing import Any
 
+import pytest
 import trio
 
+from smgd.daemon import GC_THRESHOLDS, _main
+from smgd.dispatch import Generation, Sequence
 from tests.flows.client import CHAT, Call, chat_body, post
-from tests.flows.conftest import Start
-from tests.flows.house import until
+from tests.flows.conftest import Build, Start
+from tests.flows.house import HTTP_PATH, until
 
 ENDLESS = {"contains": "endless", "token_ids": [300] * 100_000}
 
@@ -39,6 +43,40 @@ async def test_two_hundred_streams_at_once_are_as_each_alone(start: Start) -> No
     requests = await house.requests()
     assert len(requests) == 200 + len(seeds) + 1
     assert len({line["request_id"] for line in requests}) == len(requests)
+
+
+async def test_the_engines_reader_writes_to_clients_by_itself(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream's task wakes for the first token and for the end, on the fast path."""
+    wakes = 0
+    wait = Generation.wait
+
+    async def counted(generation: Generation) -> list[Sequence]:
+        nonlocal wakes
+        news = await wait(generation)
+        wakes += 1
+        return news
+
+    monkeypatch.setattr(Generation, "wait", counted)
+    house = await start("--itl-ms", "5")
+    call = await house.ask("the sea", stream=True, max_tokens=60, ignore_eos=True)
+    assert (call.done, len(call.frames) > 10) == (True, True)
+    assert (wakes <= 3) is (HTTP_PATH == "fast"), wakes
+
+
+async def test_what_lives_for_ever_is_out_of_the_collectors_sight(build: Build) -> None:
+    """A full collection stops every stream: what the start has made is not looked at again."""
+    house, thresholds, frozen = build(), gc.get_threshold(), gc.get_freeze_count()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_main, house.daemon)
+            await until(lambda: gc.get_threshold() == GC_THRESHOLDS)
+            assert gc.get_freeze_count() > frozen + 10_000
+            await house.daemon.drain()
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 async def test_a_client_of_http_1_0_gets_its_stream_to_the_end_of_the_connection(

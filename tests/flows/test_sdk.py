@@ -177,7 +177,11 @@ async def test_models_are_listed_with_their_context(start: Start) -> None:
             "token_id_out_of_vocabulary",
             "stop_token_ids",
         ),
-        ({"stream_options": {}}, "stream_options_requires_stream", "stream_options"),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options_requires_stream",
+            "stream_options",
+        ),
     ],
 )
 async def test_a_bad_request_names_the_field(

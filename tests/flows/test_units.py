@@ -99,8 +99,8 @@ class Service:
         """Return a property of a unit."""
         return self.run("systemctl", "show", "--value", "-p", name, unit).strip()
 
-    def log(self, unit: str = "smgd.service") -> str:
-        return self.run("journalctl", "--no-pager", "-o", "cat", "-u", unit)
+    def log(self, unit: str = "smgd.service", priority: str = "debug") -> str:
+        return self.run("journalctl", "--no-pager", "-o", "cat", "-u", unit, "-p", priority)
 
     def smgctl(self, *arguments: str, user: str = "root") -> tuple[int, str]:
         """Return exit status and output of smgctl."""
@@ -183,6 +183,23 @@ def test_reload(service: Service) -> None:
     assert service.smgctl("loglevel") == (0, "debug\n")
     fixed = '"event":"cannot change while smgd runs: restart it","key":"server.keep_alive_timeout"'
     assert fixed in service.log()
+    warnings = service.log(priority="warning")
+    assert fixed in warnings
+    assert "smgd listening" in service.log()
+    assert "smgd listening" not in warnings
+
+
+def test_a_reload_with_a_mistake_in_the_file_fails_and_changes_nothing(service: Service) -> None:
+    gateway = service.shows("MainPID")
+    service.configure(f"{CONFIG}[serverr]\n")
+    done = service.machine.call("systemctl", "reload", "smgd.service")
+    assert done.returncode != 0
+    assert "serverr: there is no such key; did you mean server?" in service.log()
+    assert service.shows("MainPID") == gateway
+    assert service.serves("1/1")
+    service.configure(CONFIG)
+    service.run("systemctl", "reload", "smgd.service")
+    assert service.serves("1/1")
 
 
 def test_a_loop_that_hangs_is_ended_and_started_again(service: Service) -> None:

@@ -14,9 +14,20 @@ from smgd.launch.process import EngineProcess, Found
 class MemoryProcess:
     """A process that lives until `end`, or until it is terminated, unless it is stubborn."""
 
-    def __init__(self, pid: int, *, stubborn: bool = False, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        pid: int,
+        *,
+        stubborn: bool = False,
+        log: Path | None = None,
+        grace: float = 0.0,
+        served: bool = False,
+    ) -> None:
         self.pid = pid
         self.log = log
+        self.grace = grace
+        self.served = served
+        self.record_error: OSError | None = None
         self.terminated = 0
         self.closed = False
         self._stubborn = stubborn
@@ -29,6 +40,11 @@ class MemoryProcess:
     def print(self, data: bytes) -> None:
         """Print something."""
         self._output.send_nowait(data)
+
+    @property
+    def unread(self) -> int:
+        """How many prints have not been read."""
+        return self._read.statistics().current_buffer_used
 
     def end(self, status: int | None, *, output_stays_open: bool = False) -> None:
         """End."""
@@ -44,6 +60,11 @@ class MemoryProcess:
             return await self._read.receive()
         except trio.EndOfChannel:
             return b""
+
+    def note_served(self) -> None:
+        self.served = True
+        if self.record_error is not None:
+            raise self.record_error
 
     async def wait(self) -> int | None:
         await self._ended.wait()
@@ -61,11 +82,15 @@ class MemoryProcess:
 class MemoryPrograms:
     """Starts processes in memory, as many as are asked for; the latest is `process`."""
 
-    def __init__(self, *, failures: int = 0, stubborn: bool = False) -> None:
+    def __init__(
+        self, *, failures: int = 0, stubborn: bool = False, error: Exception | None = None
+    ) -> None:
         self.started: list[MemoryProcess] = []
         self.started_at: list[float] = []
         self.left: Found | None = None
+        self.cleared = 0
         self._failures = failures
+        self._error = error or OSError(11, "Resource temporarily unavailable")
         self._stubborn = stubborn
 
     @property
@@ -75,10 +100,13 @@ class MemoryPrograms:
     def find(self, spec: EngineSpec) -> Found | None:
         return self.left
 
+    async def clear(self, spec: EngineSpec) -> None:
+        self.cleared += 1
+
     def start(self, spec: EngineSpec) -> EngineProcess:
         if self._failures:
             self._failures -= 1
-            raise OSError(11, "Resource temporarily unavailable")
+            raise self._error
         self.started.append(MemoryProcess(100 + len(self.started), stubborn=self._stubborn))
         self.started_at.append(trio.current_time())
         return self.process

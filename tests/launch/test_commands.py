@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smgd.config import EngineConfig
-from smgd.launch.commands import BACKENDS, Command, Site, build, fill, gpu_count
+from smgd.launch.commands import (
+    BACKENDS,
+    Command,
+    Site,
+    build,
+    fill,
+    gpu_count,
+    unknown_names,
+)
 
 SITE = Site(
     python="python",
@@ -133,6 +141,12 @@ def test_names_in_braces_are_filled_in_and_other_braces_stay() -> None:
         '{"a": {}}',
         "ipc:///run/e/engine-31000-org/model",
     ]
+
+
+def test_names_in_braces_that_mean_nothing_are_told_from_other_braces() -> None:
+    words = ["{handshak_port}", "{model} {x}", '{"a": {}}', "${shell} {1} {A}", "{print $1}", "{x}"]
+    assert unknown_names(words) == ["handshak_port", "x"]
+    assert list(fill(["${model}"], SITE)) == ["${model}"]
 
 
 @pytest.mark.parametrize(

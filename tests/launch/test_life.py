@@ -31,7 +31,10 @@ def test_the_states() -> None:
     assert (life.state, life.pid, life.starts) == ("running", 77, 1)
     life.ended(6.0, 0)
     assert (life.state, life.pid, life.starts) == ("waiting", None, 1)
+    assert (life.restarts, life.last_end) == (1, "ended with status 0 after 1.0 s")
+    life.started(7.0, 78)
     life.stopped()
+    assert (life.pid, life.restarts) == (None, 1)
     assert life.state == "stopped"
 
 

@@ -68,6 +68,46 @@ def test_last_words_that_were_not_cut_come_without_a_count() -> None:
     assert output.finish() == [str(BURST_LINES + number) for number in range(3)]
 
 
+def test_what_was_held_back_is_shown_once_there_is_room_for_it() -> None:
+    output = Output()
+    output.feed(numbered(0, BURST_LINES + 50), 0.0)
+    held = [output.holds_back]
+    assert output.idle(0.5) == []  # room for ten by now
+    lost, *words = output.idle(LAST_WORDS / LINES_PER_SECOND)
+    assert lost == "... 30 lines suppressed"
+    assert words == [str(number) for number in range(BURST_LINES + 30, BURST_LINES + 50)]
+    assert [*held, output.holds_back] == [True, False]
+    assert output.idle(100.0) == []
+    assert output.finish() == []
+
+
+def test_the_last_words_are_known_whether_they_were_shown_or_not() -> None:
+    output = Output()
+    output.feed(numbered(0, 30), 0.0)
+    assert output.last_words == [str(number) for number in range(10, 30)]
+    output.feed(numbered(30, BURST_LINES), 0.0)
+    output.feed(b"\x1b[31mend\x1b[0m\n\n", 0.0)
+    assert output.last_words[-2:] == [str(29 + BURST_LINES), "end"]
+    assert len(output.last_words) == LAST_WORDS
+
+
+def test_lines_that_are_not_shown_are_cut_and_blank_ones_do_not_count() -> None:
+    output = Output()
+    output.feed(numbered(0, BURST_LINES), 0.0)
+    assert output.feed(b"\r\n \n" + b"x" * (3 * LONGEST_LINE) + b"\nend\r", 0.0) == []
+    assert output.finish() == ["x" * LONGEST_LINE + "...", "end"]
+
+
+def test_a_flood_without_line_ends_is_cut_into_lines() -> None:
+    output = Output()
+    output.feed(numbered(0, BURST_LINES), 0.0)
+    for _ in range(100):
+        assert output.feed(b"y" * 65536, 0.0) == []
+    lost, *words = output.finish()
+    assert lost == f"... {100 - LAST_WORDS} lines suppressed"
+    assert words == ["y" * LONGEST_LINE + "..."] * LAST_WORDS
+
+
 def test_the_rate_is_that_over_time() -> None:
     output = Output()
     shown = sum(len(output.feed(numbered(0, 10), second / 10)) for second in range(1000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def line(spec: EngineSpec) -> str:
 
 
 def test_without_engines_there_is_nothing_to_start() -> None:
-    assert planned() == Plan()
+    assert planned() == Plan("/tmp/smgd-zmq-1000")
 
 
 def test_a_replica_is_a_worker_and_an_engine_that_dials_it() -> None:
@@ -97,7 +98,6 @@ def test_a_command_of_ones_own_gets_what_it_needs_and_nothing_else() -> None:
     address = f"tcp://127.0.0.1:{handshake_port(spec.path)}"
     assert line(spec) == f"run-engine --dial={address} --load /m 31233 --headless"
     assert spec.env == {"A": "1"}
-    assert result.warnings == ()
 
 
 def test_what_is_dropped_is_told_once_for_all_replicas() -> None:
@@ -105,7 +105,26 @@ def test_what_is_dropped_is_told_once_for_all_replicas() -> None:
     assert result.warnings == (
         "vllm argument --headless is dropped: smgd sets it itself",
         "vllm argument -dp 4 is dropped: smgd sets it itself",
+        "there is no program /venv/bin/python to start engine-31000 with",
     )
+
+
+def test_a_program_is_looked_for_as_it_will_be_for_the_start(tmp_path: Path) -> None:
+    (tmp_path / "engine").touch(0o755)
+    (tmp_path / "notes").touch(0o644)
+    for command, there in (("engine", True), ("notes", False), (f"{tmp_path}/engine", True)):
+        engine = {"command": [command], "env": {"PATH": str(tmp_path)}}
+        assert (planned(engine).warnings == ()) == there
+    on = host(PATH=str(tmp_path))
+    assert planned({"command": ["engine"]}, on=on).warnings == ()
+    assert planned({"command": [str(tmp_path)]}, on=on).warnings == (
+        f"there is no program {tmp_path} to start engine-31000 with",
+    )
+
+
+def test_an_engine_knows_what_its_worker_takes_it_for() -> None:
+    [spec] = planned({"model_path": "/quantized"}).engines
+    assert (spec.runtime, spec.model) == ("vllm", "/m")
 
 
 # ------------------------------------------------------------------------------- what is refused
@@ -146,6 +165,33 @@ def test_a_model_that_is_not_known_is_refused() -> None:
         planned({"model": "x"})
     with pytest.raises(ConfigError, match="has no model identity"):
         plan(convert({"engines": [{}]}, "test"), host())
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"env": {"A=B": "secret"}}, "env: 'A=B' is no variable: its name is empty or has a ="),
+        ({"env": {"": "secret"}}, "env: '' is no variable"),
+        ({"env": {"A": "sec\0ret"}}, "env: 'A' is no variable"),
+        ({"args": ["a\0b"]}, "args: there is a NUL in it"),
+        ({"model_path": "a\0b"}, "model_path: there is a NUL in it"),
+        ({"python": "\0"}, "python: there is a NUL in it"),
+        ({"command": [""]}, "command: its first word is empty, so there is nothing to start"),
+        ({"command": ["x", "{handshak_port}"]}, "command: {handshak_port} means nothing here; the"),
+    ],
+)
+def test_what_no_process_can_be_started_with_is_refused(engine: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned({}, {"backend": "sim"} | engine)
+    assert str(caught.value).startswith(f"engines[1].{said}")
+    assert "sec" not in str(caught.value)
+
+
+def test_all_that_no_process_can_be_started_with_is_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned({"env": {"": "", "=": ""}, "args": ["\0"]}, {"command": [""]})
+    keys = [text.partition(":")[0] for text in str(caught.value).splitlines()]
+    assert keys == ["engines[0].env", "engines[0].env", "engines[0].args", "engines[1].command"]
 
 
 def test_a_socket_directory_whose_path_is_too_long_is_refused() -> None:
@@ -210,7 +256,16 @@ def test_gpus_of_an_engines_own_environment_are_divided_among_its_replicas() -> 
     assert devices(planned(own, own)) == ["6,7", "6,7"]
 
 
-@pytest.mark.parametrize("visible", ["", "-1"])
+def test_names_of_gpus_may_have_blanks_around_them_and_none_is_empty() -> None:
+    assert devices(planned({"replicas": 2}, on=host(CUDA_VISIBLE_DEVICES=" 3, 5"))) == ["3", "5"]
+    for visible in ("0,,1,2", "0,1,", ","):
+        with pytest.raises(ConfigError, match=f"DEVICES={visible} has an empty name in it"):
+            planned({"replicas": 2}, on=host(CUDA_VISIBLE_DEVICES=visible))
+        with pytest.raises(ConfigError, match="has an empty name in it"):
+            planned({"replicas": 2, "env": {"CUDA_VISIBLE_DEVICES": visible}})
+
+
+@pytest.mark.parametrize("visible", ["", "-1", " "])
 def test_where_no_gpu_is_visible_none_is_divided(visible: str) -> None:
     assert shares([1, 1], visible) == ["", ""]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 import trio
 
 from smgd.launch.plan import EngineSpec
 from smgd.launch.process import EngineProcess, GuardedPrograms
 from tests.launch.families import PATIENCE, marked, members, until
 
+STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
 SLEEP = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)")
 
 
@@ -137,8 +140,11 @@ async def test_what_is_kept_about_an_engine_is_for_our_eyes_only(mark: str, tmp_
     process.close()
 
 
-@pytest.mark.parametrize("change", [{"argv": ("other",)}, {"env": {"A": "1"}}])
-async def test_an_engine_with_another_command_is_told_apart(
+@pytest.mark.parametrize(
+    "change",
+    [{"argv": ("other",)}, {"env": {"A": "1"}}, {"model": "/other"}, {"runtime": "sglang"}],
+)
+async def test_an_engine_with_another_command_or_model_is_told_apart(
     mark: str, tmp_path: Path, change: dict[str, object]
 ) -> None:
     spec = spec_of(tmp_path, *SLEEP, mark)
@@ -167,3 +173,99 @@ async def test_a_record_of_a_process_that_is_gone_finds_nothing(tmp_path: Path) 
 async def test_a_damaged_record_finds_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "engine-1.process.json").write_text(text)
     assert programs().find(spec_of(tmp_path, "true")) is None
+
+
+def test_a_record_that_cannot_be_read_finds_nothing_and_is_told_at_the_start(
+    tmp_path: Path,
+) -> None:
+    spec = spec_of(tmp_path, "true")
+    (tmp_path / "engine-1.process.json" / "x").mkdir(parents=True)
+    assert programs().find(spec) is None
+    with pytest.raises(OSError, match=r"engine-1\.process\.json"):
+        programs(keep=True).start(spec)
+    assert names(tmp_path) == ["engine-1.process.json"]
+
+
+async def test_a_found_engine_has_the_grace_that_it_was_started_with(
+    mark: str, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, *SLEEP, mark)
+    first = GuardedPrograms(os.environ, keep=True, stop_grace=7).start(spec)
+    found = programs().find(spec)
+    assert found is not None
+    assert (first.grace, found.process.grace) == (7, 7)
+    found.process.close()
+    await end(first)
+
+
+async def test_that_an_engine_has_served_is_known_to_the_next_smgd(
+    mark: str, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, *SLEEP, mark)
+    first = programs(keep=True).start(spec)
+    assert not first.served
+    before = programs().find(spec)
+    first.note_served()
+    after = programs().find(spec)
+    assert before is not None
+    assert after is not None
+    assert (before.process.served, after.process.served, after.is_same) == (False, True, True)
+    before.process.close()
+    after.process.close()
+    (tmp_path / "engine-1.process.json").unlink()
+    first.note_served()  # a record that somebody has removed does not come back
+    assert names(tmp_path) == ["engine-1.log"]
+    await end(first)
+
+
+async def end(process: EngineProcess) -> None:
+    process.terminate()
+    with trio.fail_after(PATIENCE):
+        await process.wait()
+    process.close()
+
+
+# ------------------------------------------------------------------------------- left by guardians
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_when_somebody_kills_the_guardian_all_of_the_engine_is_ended(
+    mark: str, tmp_path: Path, keep: bool
+) -> None:
+    outside = f"setsid {sys.executable} -c '{STUBBORN}' {mark}"
+    command = ("sh", "-c", f"trap '' TERM; {outside} & {outside} & wait; wait", mark)
+    spec = spec_of(tmp_path, *command)
+    process = GuardedPrograms(os.environ, keep=keep, stop_grace=0.3).start(spec)
+    until(lambda: len(members(mark)) == 4)
+    if keep:
+        found = programs().find(spec)
+        assert found is not None
+        process = found.process
+    os.kill(process.pid, signal.SIGKILL)
+    with structlog.testing.capture_logs() as lines, trio.fail_after(PATIENCE):
+        status = await process.wait()
+    assert status == (None if keep else 128 + signal.SIGKILL)
+    process.close()
+    assert members(mark) == []
+    assert lines[0]["event"] == "processes are left of an earlier engine; ending them"
+    assert (lines[0]["engine"], len(lines[0]["pids"])) == ("engine-1", 3)
+    assert "engine-1.process.json" not in names(tmp_path)
+
+
+async def test_what_is_left_of_an_engine_that_cannot_be_found_is_ended(
+    mark: str, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, *SLEEP, mark)
+    process = programs(keep=True).start(spec)
+    until((tmp_path / "engine-1.log").read_bytes)
+    (tmp_path / "engine-1.process.json").unlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with trio.fail_after(PATIENCE):
+        for directory in (elsewhere, tmp_path / "none"):
+            await programs().clear(spec_of(directory, *SLEEP))
+        assert len(members(mark)) == 2
+        await programs().clear(spec)
+        assert members(mark) == []
+        assert await process.wait() == 128 + signal.SIGTERM
+    process.close()

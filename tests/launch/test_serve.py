@@ -13,12 +13,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from msgspec import structs
 
+from smgd.admin import show
 from smgd.cli import configuration, main, parse_args
 from smgd.config import Config, EngineConfig, ModelConfig
 from smgd.config.keys import FLAGS, SERVE_FLAGS, all_keys
+from smgd.daemon import Daemon
+from smgd.errors import WorkerError
+from smgd.launch import supervisor
 from smgd.wire.fnv import handshake_port
-from tests.flows.client import HOST
+from tests.admin.conftest import raw
+from tests.flows.client import HOST, fetch
 from tests.flows.house import House, short_directory
 from tests.flows.house import until as until_async
 from tests.launch.families import PATIENCE, marked, members, until
@@ -126,7 +132,7 @@ def test_help_needs_no_engine_and_says_where_flags_go(capsys: pytest.CaptureFixt
         (["org/m"], "smgd serve: there is nothing to do with 'org/m' (see smgd serve --help)"),
         (["--connection-mode", "grpc"], "argument --connection-mode: invalid choice: 'grpc'"),
         (["--backend", "mlx"], 'allowed is "sglang", "sim", "tokenspeed", "vllm"'),
-        (["--data-parallel-size", "0"], "found '0', allowed is an integer from 1 up"),
+        (["--data-parallel-size", "0"], "found '0', allowed is an integer from 1 to 65535"),
         ([], "has no model identity: give --model-path (smgd serve: --model) or [models.ID]"),
     ],
 )
@@ -151,11 +157,11 @@ def test_check_config_finds_what_engines_collide_with(
     monkeypatch.setenv("SMGD_ZMQ_SOCKET_DIR", str(tmp_path))
     file = tmp_path / "smgd.toml"
     file.write_text('[models.m]\n[[engines]]\nreplicas = 900\nbackend = "sim"')
-    assert main(["check-config", str(file)]) == 1
+    assert main(["check-config", str(file)]) == 2
     assert "ZMQ handshake port collision on tcp://127.0.0.1:2" in capsys.readouterr().err
     worker = f'[[workers]]\nurl = "ipc://{tmp_path}/engine-31000"'
     file.write_text(f'[models.m]\n[[engines]]\nbackend = "sim"\n{worker}')
-    assert main(["check-config", str(file)]) == 1
+    assert main(["check-config", str(file)]) == 2
     assert "already claimed by worker ipc://" in capsys.readouterr().err
 
 
@@ -163,9 +169,11 @@ def test_a_mistake_in_a_table_of_engines_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "smgd.toml"
-    file.write_text('[[engines]]\nbackend = "mlx"\nenv = { A = 1 }\n[[engines]]\nreplica = 2')
-    assert main(["check-config", str(file)]) == 1
-    wrong = capsys.readouterr().err.splitlines()
+    wrong_kind = '[[engines]]\nbackend = "mlx"\nenv = { A = 1 }'
+    file.write_text(f"[models.m]\n{wrong_kind}\n[[engines]]\nreplica = 2")
+    assert main(["check-config", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    wrong = [line for line in lines if not line.startswith("smgd: note: ")]
     assert [line.split(": ", 2)[2] for line in wrong] == [
         'engines[0].backend: found "mlx", allowed is "sglang", "sim", "tokenspeed", "vllm"',
         'engines[0].env: found {"A":1}, allowed is a table of text',
@@ -250,6 +258,89 @@ async def test_a_killed_engine_is_started_again_and_served_again(
     assert place.left() == []
 
 
+def tables(place: Place, **engine: Any) -> dict[str, Any]:
+    """Return the tables of a house with an engine; by default one that works."""
+    return {
+        "engines": [{"backend": "sim", "args": place.args, **engine}],
+        "launch": {"worker_base_port": place.base_port},
+    }
+
+
+async def test_an_engine_ends_with_its_worker_and_a_reload_brings_both_back(
+    build: Build, place: Place
+) -> None:
+    house = build(workers=0, **tables(place, replicas=2))
+    daemon = house.daemon = Daemon(house.config, reread=lambda: house.config)
+    await house.open()
+    await house.ready(2)
+    [engine, _] = daemon.engines.engines.values()
+    record = daemon.fleet.by_url(engine.spec.url)
+    assert record is not None
+
+    daemon.fleet.remove(record.id)
+    await until_async(lambda: engine.life.state == "stopped")
+    assert len(members(place.mark)) == 2  # guardian and engine
+    assert (await house.ask("hello")).status == 200
+
+    assert daemon.reload() == []
+    await house.ready(2)
+    assert (engine.life.state, engine.life.starts, engine.life.restarts) == ("running", 2, 0)
+    await house.stop()
+    assert members(place.mark) == []
+    assert not house.logged("engine session ended")
+    with pytest.raises(WorkerError, match="cannot be added: smgd is stopping"):
+        daemon.fleet.add(structs.replace(record.spec, url=f"{record.spec.url}x"))
+
+
+async def test_an_engine_in_a_crash_loop_is_seen_and_its_worker_is_not_given_up(
+    build: Build, place: Place, tmp_path: Path
+) -> None:
+    health = {"remove_unhealthy_workers": True, "check_interval": 0.01, "failure_threshold": 1}
+    admin = {"socket": str(tmp_path / "smgd.sock")}
+    command = {"command": ["sh", "-c", "exit 3"], "args": []}
+    house = build(workers=0, health=health, admin=admin, **tables(place, **command))
+    await house.open()
+    [engine] = house.daemon.engines.engines.values()
+    await until_async(lambda: engine.life.restarts == 2)
+    record = house.daemon.fleet.by_url(engine.spec.url)
+    assert record is not None
+    assert record.state == "pending"
+
+    shown = await fetch(house.port, f"/workers/{record.id}")
+    process = shown.json["engine_process"]
+    assert process.pop("last_end").startswith("ended with status 3 after 0.")
+    assert process == {"state": "waiting", "starts": 2, "restarts": 2}
+    [line] = await raw(
+        admin["socket"],
+        b'{"command": "workers show", "args": {"worker": "%s"}}' % engine.spec.path.encode(),
+    )
+    assert line["result"]["engine_process"]["starts"] == 2
+    assert "connect" not in line["result"]
+    assert "engine process  waiting, started 2 times, restarts: 2; the last one ended with" in (
+        show.worker(line["result"])
+    )
+    assert await house.metric("smg_engine_restarts_total", worker=engine.spec.url) == 2
+
+
+async def test_an_engine_that_was_kept_and_cannot_be_adopted_is_started_again(
+    build: Build, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Smgd(place, "--keep-engines") as first:
+        first.wait_until_said("ZMQ worker ready")
+        first.process.terminate()
+        assert first.process.wait(PATIENCE) == 0
+    (place.directory / f"engine-{place.base_port}.engine.json").unlink()
+    kept = members(place.mark)
+    monkeypatch.setattr(supervisor, "WEDGED_SECONDS", 0.3)
+    house = build(workers=0, **tables(place))
+    await house.open()
+    await house.ready(1)
+    assert not set(kept) & set(members(place.mark))
+    assert house.logged("engine found that was left running")
+    assert house.logged("engine runs, and has not served for 0.3 s; ending it")
+    await house.stop()
+
+
 CONFIG = f"""
 server = {{ host = "{HOST}", port = 0, drain_window = 0 }}
 metrics.port = 0
@@ -300,6 +391,8 @@ def test_stopped_in_order_it_leaves_no_process(place: Place) -> None:
         assert members(place.mark) == []
         assert smgd.said(f"[engine-{place.base_port}] sim hello engine 0 at ")
         assert smgd.said("engine stopped")
+        assert smgd.said("session closed")
+        assert not smgd.said("engine session ended")
     assert place.left() == []
 
 
@@ -339,4 +432,4 @@ def test_under_systemd_engines_cannot_be_kept(
         command, start_new_session=True, capture_output=True, text=True, timeout=30, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("smgd: --keep-engines (launch.keep_engines) cannot be kept under")
+    assert done.stderr.startswith("smgd: launch.keep_engines: --keep-engines (launch.keep_engine")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 import trio
@@ -13,9 +17,12 @@ import trio.testing
 from trio.testing import MockClock
 
 from smgd.launch.life import CRASH_LOOP, STABLE_SECONDS
+from smgd.launch.output import BURST_LINES, LAST_WORDS
 from smgd.launch.plan import EngineSpec, Plan
 from smgd.launch.process import Found
+from smgd.launch.records import Record
 from smgd.launch.supervisor import KILL_SECONDS, WEDGED_SECONDS, Supervisor
+from smgd.samples import ProcessSample
 from tests.launch.programs import MemoryProcess, MemoryPrograms
 from tests.support import MemoryWorker
 
@@ -23,7 +30,7 @@ GRACE = 20.0
 SPEC = EngineSpec(
     name="engine-1", url="ipc:///e/engine-1", argv=("run", "a b"), env={"TOKEN": "secret"}
 )
-PLAN = Plan(engines=(SPEC,), warnings=("vllm argument -dp 2 is dropped",))
+PLAN = Plan("/e", engines=(SPEC,), warnings=("vllm argument -dp 2 is dropped",))
 
 Lines = list[structlog.typing.EventDict]
 
@@ -39,9 +46,13 @@ def said(lines: Lines, level: str) -> list[str]:
 
 
 @asynccontextmanager
-async def running(programs: MemoryPrograms, *, keep: bool = False) -> AsyncIterator[Supervisor]:
+async def running(
+    programs: MemoryPrograms, *, keep: bool = False, plan: Plan = PLAN, loading: bool = False
+) -> AsyncIterator[Supervisor]:
     """Run a supervisor; at the end it must end by itself or have been stopped."""
-    supervisor = Supervisor(PLAN, programs, keep=keep, stop_grace=GRACE)
+    supervisor = Supervisor(
+        plan, programs, keep=keep, stop_grace=GRACE, is_loading=lambda _: loading
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         await trio.testing.wait_all_tasks_blocked()
@@ -117,6 +128,32 @@ async def test_the_waits_of_a_crash_loop(autojump_clock: MockClock, lines: Lines
     )
 
 
+async def test_what_no_process_can_be_given_is_no_end_of_smgd(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms(failures=1, error=ValueError("embedded null byte"))
+    async with running(programs):
+        await trio.sleep(1.5)
+        assert len(programs.started) == 1
+    assert "engine cannot be started: embedded null byte; next start in 1 s" in said(
+        lines, "warning"
+    )
+
+
+async def test_how_an_engine_fares(autojump_clock: MockClock, lines: Lines) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        programs.process.end(137)
+        await trio.testing.wait_all_tasks_blocked()
+        waiting = ProcessSample("waiting", 1, 1, None, "was ended by SIGKILL after 0.0 s")
+        assert supervisor.process(SPEC.url) == waiting
+        await trio.sleep(1.5)
+        assert supervisor.processes() == {
+            SPEC.url: ProcessSample("running", 2, 1, 101, "was ended by SIGKILL after 0.0 s")
+        }
+        assert supervisor.process("ipc:///another") is None
+
+
 # ------------------------------------------------------------------------------- output
 
 
@@ -145,6 +182,58 @@ async def test_output_that_stays_open_holds_up_nothing(
         await trio.sleep(2.5)
         assert len(programs.started) == 2
     assert "[engine-1] last words" in said(lines, "info")
+
+
+async def test_what_is_held_back_is_shown_after_a_silence(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs):
+        programs.process.print(b"line\n" * (BURST_LINES + 50))
+        await trio.sleep(0.5)
+        assert len(said(lines, "info")) == BURST_LINES + 1
+        await trio.sleep(1)
+        assert "[engine-1] ... 30 lines suppressed" in said(lines, "info")
+        assert len(said(lines, "info")) == BURST_LINES + 1 + 1 + LAST_WORDS
+        programs.process.print(b"later\n")
+        await trio.testing.wait_all_tasks_blocked()
+        assert said(lines, "info")[-1] == "[engine-1] later"
+
+
+async def test_an_engine_that_prints_without_end_is_read_now_and_then(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs):
+        for _ in range(101):
+            programs.process.print(b"line\n" * BURST_LINES)
+        await trio.sleep(0.505)
+        assert 40 < programs.process.unread < 60
+        await trio.sleep(0.6)
+        assert programs.process.unread == 0
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_last_words_are_told_as_warnings_where_output_is_not_logged(
+    autojump_clock: MockClock, lines: Lines, stopped: bool
+) -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    programs = MemoryPrograms()
+    try:
+        async with running(programs) as supervisor:
+            programs.process.print(b"why it died\nTraceback")
+            await trio.sleep(0.1)
+            if stopped:
+                await supervisor.stop()
+            else:
+                programs.process.end(3)
+                await trio.sleep(0.5)
+    finally:
+        structlog.reset_defaults()
+    words = ["[engine-1] why it died", "[engine-1] Traceback"]
+    end = "engine ended with status 3 after 0.1 s; next start in 1 s"
+    assert said(lines, "warning") == [PLAN.warnings[0], *([] if stopped else [*words, end])]
+    assert len(lines) == len(said(lines, "warning"))
 
 
 # ------------------------------------------------------------------------------- wedged
@@ -198,6 +287,85 @@ async def test_an_engine_that_takes_long_to_load_is_left_alone(
         assert not programs.process.terminated
 
 
+async def test_a_change_of_a_worker_that_is_not_ready_renews_no_patience(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        supervisor.worker_changed(worker("ready"))
+        for _ in range(3):
+            supervisor.worker_changed(worker("not_ready"))
+            await trio.sleep(WEDGED_SECONDS / 2)
+        assert programs.started[0].terminated == 1
+
+
+async def test_an_engine_that_loads_anew_in_the_process_that_is_there_is_left_alone(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs, loading=True) as supervisor:
+        supervisor.worker_changed(worker("ready"))
+        supervisor.worker_changed(worker("not_ready"))
+        await trio.sleep(1000)
+        assert not programs.process.terminated
+        supervisor.worker_changed(worker("ready"))
+
+
+# ------------------------------------------------------------------------------- its worker
+
+
+async def test_an_engine_ends_with_its_worker_and_is_started_with_the_next(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        supervisor.worker_changed(worker("ready"))
+        supervisor.worker_changed(worker("draining"))
+        before = programs.process.terminated
+        supervisor.worker_changed(worker("draining"), removed=True)
+        await trio.sleep(1000)
+        assert (before, programs.process.terminated) == (0, 1)
+        assert supervisor.process(SPEC.url) == ProcessSample("stopped", 1, 0)
+        supervisor.worker_changed(worker("pending"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert state(supervisor) == "running"
+        assert len(programs.started) == 2
+    assert "its worker was removed; ending the engine" in said(lines, "info")
+    assert said(lines, "warning") == [PLAN.warnings[0]]
+
+
+async def test_an_engine_that_waits_for_its_next_start_waits_for_a_worker_then(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms(failures=4)
+    async with running(programs) as supervisor:
+        await trio.sleep(5)
+        for _ in range(2):
+            supervisor.worker_changed(worker("failed"), removed=True)
+        await trio.sleep(1000)
+        assert (state(supervisor), programs.started) == ("stopped", [])
+        supervisor.worker_changed(worker("pending"))
+        supervisor.worker_changed(worker("pending"), removed=True)
+        await trio.sleep(1000)
+        assert (state(supervisor), programs.started) == ("stopped", [])
+        supervisor.worker_changed(worker("pending"))
+        await trio.sleep(10)
+        assert state(supervisor) == "running"
+
+
+async def test_an_engine_without_a_worker_ends_also_if_it_is_to_be_kept(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms(stubborn=True)
+    async with running(programs, keep=True) as supervisor:
+        supervisor.worker_changed(worker("draining"), removed=True)
+        await trio.sleep(1)
+        assert programs.process.terminated == 1
+        programs.process.end(0)
+        await trio.sleep(1)
+        assert state(supervisor) == "stopped"
+
+
 # ------------------------------------------------------------------------------- stopping
 
 
@@ -229,6 +397,41 @@ async def test_stop_does_not_wait_for_ever(autojump_clock: MockClock, lines: Lin
         await supervisor.stop()
         assert trio.current_time() == began + GRACE + KILL_SECONDS
     assert said(lines, "error") == ["engine does not end, not even by SIGKILL"]
+
+
+async def test_an_engine_that_was_taken_over_has_the_grace_that_it_was_started_with(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    left = MemoryProcess(7, stubborn=True, grace=2 * GRACE)
+    programs.left = Found(left, is_same=True)
+    async with trio.open_nursery() as nursery:
+        supervisor = Supervisor(PLAN, programs, keep=False, stop_grace=GRACE)
+        nursery.start_soon(supervisor.run)
+        await trio.sleep(1)
+        nursery.start_soon(supervisor.stop)
+        await trio.sleep(2 * GRACE)
+        left.end(None)
+    assert said(lines, "error") == []
+    assert said(lines, "info")[-1] == "engine stopped"
+
+
+async def test_an_engine_that_takes_long_to_end_is_not_taken_for_one_that_hangs(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms(stubborn=True)
+    async with trio.open_nursery() as nursery:
+        supervisor = Supervisor(PLAN, programs, keep=False, stop_grace=10 * WEDGED_SECONDS)
+        nursery.start_soon(supervisor.run)
+        await trio.sleep(1)
+        supervisor.worker_changed(worker("ready"))
+        supervisor.worker_changed(worker("not_ready"))
+        nursery.start_soon(supervisor.stop)
+        await trio.sleep(1)
+        supervisor.worker_changed(worker("not_ready"))
+        await trio.sleep(9 * WEDGED_SECONDS)
+        programs.process.end(0)
+    assert said(lines, "warning") == [PLAN.warnings[0]]
 
 
 async def test_an_engine_does_not_outlive_the_task_that_owns_it(
@@ -283,9 +486,99 @@ async def test_an_engine_that_was_left_and_is_another_is_ended_first(
     programs.left = Found(left, is_same=False)
     async with running(programs) as supervisor:
         assert left.terminated == 1
-        assert "its command is another one than configured; ending it" in said(lines, "warning")
+        assert "its command or its model is another one than configured; ending it" in said(
+            lines, "warning"
+        )
         assert programs.started == []
         left.end(None)
         await trio.testing.wait_all_tasks_blocked()
         assert left.closed
         assert supervisor.engines[SPEC.url].life.pid == 100
+
+
+async def test_nothing_is_started_beside_what_is_left_of_an_engine(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs):
+        assert programs.cleared == 1
+        programs.left = None
+
+
+def served(pid: int = 7) -> Found:
+    return Found(MemoryProcess(pid, served=True), is_same=True)
+
+
+async def test_an_engine_that_has_served_and_is_not_found_by_its_worker_is_started_again(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    programs.left = served()
+    async with running(programs) as supervisor:
+        supervisor.worker_changed(worker("pending"))
+        await trio.sleep(WEDGED_SECONDS - 1)
+        assert programs.started == []
+        await trio.sleep(3)
+        assert len(programs.started) == 1
+        await trio.sleep(1000)  # that one may load for as long as it takes
+        assert len(programs.started) == 1
+    assert "engine runs, and has not served for 30 s; ending it" in said(lines, "warning")
+
+
+@pytest.mark.parametrize("at", ["before", "after"])
+async def test_an_engine_that_is_adopted_is_left_alone(
+    autojump_clock: MockClock, lines: Lines, at: str
+) -> None:
+    programs = MemoryPrograms()
+    programs.left = served()
+    supervisor = Supervisor(PLAN, programs, keep=False, stop_grace=GRACE)
+    if at == "before":
+        supervisor.worker_changed(worker("ready"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor.run)
+        await trio.sleep(1)
+        supervisor.worker_changed(worker("ready"))
+        await trio.sleep(1000)
+        assert programs.started == []
+        await supervisor.stop()
+
+
+async def test_an_engine_that_was_loading_when_it_was_left_has_all_the_time(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    left = MemoryProcess(7)
+    programs.left = Found(left, is_same=True)
+    async with running(programs) as supervisor:
+        supervisor.worker_changed(worker("pending"))
+        await trio.sleep(10_000)
+        assert programs.started == []
+        supervisor.worker_changed(worker("ready"))
+        assert left.served
+        left.end(0)
+        await trio.sleep(2)
+
+
+async def test_a_record_that_cannot_be_written_is_told(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs) as supervisor:
+        programs.process.record_error = OSError(28, "No space left on device")
+        supervisor.worker_changed(worker("ready"))
+    [told] = [line for line in lines if line["event"].startswith("process record not written")]
+    assert told["reason"] == "[Errno 28] No space left on device"
+
+
+async def test_engines_that_nobody_would_miss_are_told(
+    autojump_clock: MockClock, lines: Lines, tmp_path: Path
+) -> None:
+    alive = Record.of(os.getppid(), "", 1.0)
+    for name in ("engine-1", "engine-2"):
+        (tmp_path / f"{name}.process.json").write_bytes(msgspec.json.encode(alive))
+    async with running(MemoryPrograms(), plan=Plan(str(tmp_path), engines=(SPEC,))):
+        pass
+    [told] = [line for line in lines if line["log_level"] == "warning"]
+    text = "engine runs that was kept and is not configured any more; to end it: kill"
+    assert told["event"] == f"{text} {os.getppid()}"
+    assert told["engine"] == "engine-2"

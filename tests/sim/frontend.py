@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,14 @@ class FrontEnd(AbstractContextManager["FrontEnd"]):
         """Listen for engines, always at the same address."""
         self.handshake = self._context.socket("router")
         self.address = self.handshake.bind(self.address)
+
+    async def close_handshake(self) -> None:
+        """Listen no more; libzmq does it in the background, and an engine must not slip in."""
+        self.handshake.close()
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        with trio.fail_after(TIMEOUT), suppress(OSError):
+            while True:
+                await (await trio.open_tcp_stream(host, int(port))).aclose()
 
     def bind(self) -> None:
         """Bind the data sockets, anew after `close_data`."""

@@ -98,11 +98,10 @@ async def test_a_request_from_hello_to_the_last_token(front_end: FrontEnd, build
 
 
 async def test_the_front_end_may_come_late(front_end: FrontEnd, build: Build) -> None:
-    front_end.handshake.close()
+    await front_end.close_handshake()
     async with running(build()):
         await trio.sleep(0.05)
-        front_end.handshake = front_end._context.socket("router")
-        front_end.handshake.bind(front_end.address)
+        front_end.bind_handshake()
 
         assert await front_end.greet()
 

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from smgd.errors import ModelError, TemplateError
+from smgd.core import EngineInfo, GenerationRequest, Sampling
+from smgd.engine import guard
+from smgd.errors import ApiError, ModelError, TemplateError
 from smgd.text.hub import BUILTIN_DIRECTORY
 from smgd.text.model import Model, ModelFiles, SamplingDefaults, find_template, load_model
 from smgd.text.tokenizer import Tokenizer
@@ -113,8 +116,51 @@ def test_no_generation_config_is_no_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -5), ("temperature", 2.5), ("temperature", float("nan")),
+        ("temperature", "hot"), ("temperature", True), ("top_p", 7), ("top_p", 0), ("top_p", -0.1),
+        ("top_k", -2), ("top_k", 1.5), ("top_k", 2**63), ("min_p", -0.1), ("min_p", 1.1),
+        ("repetition_penalty", 0), ("repetition_penalty", float("inf")), ("presence_penalty", -3),
+        ("presence_penalty", 3), ("frequency_penalty", 2.1), ("frequency_penalty", [1]),
+        ("max_new_tokens", 0), ("max_new_tokens", -1), ("max_new_tokens", "all"),
+    ],
+)  # fmt: skip
+def test_a_default_that_no_engine_takes_is_found_on_loading(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    path = tmp_path / "generation_config.json"
+    with pytest.raises(ModelError, match=rf"^cannot use {path}: .* - at `\$\.{name}`$"):
+        read(tmp_path, generation_config={name: value})
+
+
+EDGES = [-2.1, -2, -1, -1e-9, 0, 1e-9, 0.5, 1, 1.1, 2, 2.1, 1e300, 2**63 - 1, 2**63]
+
+
+@pytest.mark.parametrize("name", sorted(SamplingDefaults.__struct_fields__))
+def test_defaults_have_the_ranges_that_the_guard_has(name: str) -> None:
+    (field,) = [f for f in msgspec.structs.fields(SamplingDefaults) if f.name == name]
+    info = EngineInfo(max_model_len=2**70)
+    for value in [int(edge) for edge in EDGES] if name in ("top_k", "max_tokens") else EDGES:
+        sampling = msgspec.structs.replace(Sampling(max_tokens=5), **{name: value})
+        try:
+            msgspec.convert({field.encode_name: value}, SamplingDefaults)
+        except msgspec.ValidationError:
+            with pytest.raises(ApiError, match=f"{name} must be"):
+                guard_sampling(sampling, info)
+        else:
+            guard_sampling(sampling, info)
+
+
+def guard_sampling(sampling: Sampling, info: EngineInfo) -> None:
+    guard.check(GenerationRequest(id="r", model="m", prompt_ids=[1], sampling=sampling), info, None)
+
+
+@pytest.mark.parametrize(
     ("files", "where"),
     [
+        ({"config": {"vocab_size": -1}}, r"config\.json: .*`\$\.vocab_size`"),
+        ({"config": {"text_config": {"max_position_embeddings": -1}}}, r"max_position_embeddings`"),
         ({"config": {"vocab_size": "many"}}, r"config\.json: .*`\$\.vocab_size`"),
         ({"config": {"eos_token_id": ["</s>"]}}, r"config\.json: .*`\$\.eos_token_id\["),
         ({"generation_config": {"top_k": [1]}}, r"generation_config\.json: .*`\$\.top_k`"),

@@ -272,10 +272,46 @@ def test_what_the_client_writes_is_never_a_template() -> None:
     assert "{{ 7 * 7 }} {% raw %}" in ours("plain", TALK)
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])
-def test_reserved_arguments(name: str) -> None:
-    with pytest.raises(TemplateError, match=f"must not be named {name}"):
-        OURS["plain"].render(HELLO, kwargs={name: []})
+def test_no_argument_takes_the_place_of_the_messages() -> None:
+    with pytest.raises(TemplateError, match="must not be named messages"):
+        OURS["plain"].render(HELLO, kwargs={"messages": []})
+
+
+SETTINGS = ChatTemplate(
+    "{{ tools }} {{ documents }} {{ add_generation_prompt }} "
+    "{{ continue_final_message is defined }}{% for m in messages %} {{ m.content }}{% endfor %}",
+    {},
+)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "known", "text"),
+    [
+        ({"add_generation_prompt": False}, {}, "None None True False Hello!"),
+        ({"add_generation_prompt": True}, {"add_generation_prompt": False},
+         "None None False False Hello!"),
+        ({"continue_final_message": True}, {}, "None None True False Hello!"),
+        ({"continue_final_message": False}, {"continue_final_message": True},
+         "None None False False Hello!"),
+        ({"tools": ["a"]}, {}, "['a'] None True False Hello!"),
+        ({"tools": ["a"]}, {"tools": ["b"]}, "['a'] None True False Hello!"),
+        ({"tools": None}, {"tools": ["b"]}, "['b'] None True False Hello!"),
+        ({"documents": ["a"]}, {}, "None ['a'] True False Hello!"),
+        ({"documents": ["a"]}, {"documents": ["b"]}, "None ['b'] True False Hello!"),
+    ],
+)  # fmt: skip
+def test_which_of_two_with_one_name_wins(
+    kwargs: dict[str, Any], known: dict[str, Any], text: str
+) -> None:
+    given = dict(kwargs)
+    assert SETTINGS.render(HELLO, kwargs=kwargs, **known) == text
+    assert kwargs == given
+
+
+def test_tools_among_the_arguments_choose_the_template_for_them() -> None:
+    template = ChatTemplate("plain", {}, tool_use=ChatTemplate("{{ tools | length }} tools", {}))
+    assert template.render(HELLO, kwargs={"tools": ["a"]}) == "1 tools"
+    assert template.render(HELLO, kwargs={"tools": None}) == "plain"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ test has an absolute deadline; both HTTP paths run the same tests (`http_path`).
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import h11
 import msgspec
 import trio
 
+from smgd.web.connection import Connection
 from smgd.web.exchange import Dispatcher
 from smgd.web.hyper import AsgiApp
 from smgd.web.server import ServerSettings, open_listeners, serve
@@ -36,6 +38,7 @@ class Server:
     stopping: trio.Event
     done: trio.Event
     scope: trio.CancelScope
+    connections: set[Connection]
 
     def cancel(self) -> None:
         self.scope.cancel()
@@ -64,17 +67,35 @@ Serving = Callable[..., AbstractAsyncContextManager[Server]]
 
 @asynccontextmanager
 async def running_server(
-    app: AsgiApp | Dispatcher, *, http_path: Literal["fast", "stock"], **limits: Any
+    app: AsgiApp | Dispatcher,
+    *,
+    http_path: Literal["fast", "stock"],
+    tls: ssl.SSLContext | None = None,
+    **limits: Any,
 ) -> AsyncIterator[Server]:
+    if tls is not None:  # a handshake takes milliseconds, or many on a busy machine
+        limits = {"header_timeout": 5.0} | limits
     settings = msgspec.structs.replace(QUICK, http_path=http_path, **limits)
     listeners = await open_listeners("127.0.0.1", 0, settings.backlog)
     server = Server(
-        listeners[0].socket.getsockname()[1], trio.Event(), trio.Event(), trio.CancelScope()
+        listeners[0].socket.getsockname()[1],
+        trio.Event(),
+        trio.Event(),
+        trio.CancelScope(),
+        set(),
     )
 
     async def run(task_status: trio.TaskStatus[None]) -> None:
         with server.scope:
-            await serve(app, listeners, settings, stopping=server.stopping, task_status=task_status)
+            await serve(
+                app,
+                listeners,
+                settings,
+                stopping=server.stopping,
+                tls=tls,
+                connections=server.connections,
+                task_status=task_status,
+            )
         server.done.set()
 
     with trio.fail_after(10):

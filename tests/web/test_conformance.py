@@ -9,21 +9,26 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import h2.config
 import h2.connection
+import h2.errors
 import h2.events
 import pytest
+import structlog
 import trio
 import trustme
+from h2.settings import SettingCodes
 from quart import request as incoming
 from quart_trio import QuartTrio
 
 from smgd.errors import ApiError
 from smgd.web.exchange import Dispatcher, Exchange
+from smgd.web.protocols import StockH11
+from smgd.web.tls import server_context
 from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
 
 HOST = b"Host: test\r\n"
@@ -166,6 +171,27 @@ async def test_pipelined_requests_and_half_close(serving: Serving) -> None:
         assert await closed(client)
 
 
+@pytest.mark.parametrize(
+    "behind", [b"\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01", b"x" * 9999]
+)
+@pytest.mark.parametrize("path", ["/echo", "/quart", "/stream"])
+async def test_what_comes_behind_the_last_request_is_ignored(
+    serving: Serving, path: str, behind: bytes
+) -> None:
+    site = Site()
+    last = request(path, "Connection: close", body=b"x")
+    old = last.replace(b"HTTP/1.1", b"HTTP/1.0").replace(b"Connection: close\r\n", b"")
+    async with serving(site.app) as server:
+        for data in (last, old):
+            for pause in (False, True):
+                async with await server.connect() as client:
+                    await client.send_all(data if pause else data + behind)
+                    if pause:
+                        await client.send_all(behind)
+                    assert statuses(await read_all(client)) == [200]
+    assert len(site.seen) == (0 if path == "/stream" else 4)
+
+
 async def test_half_a_request_and_half_close_is_the_end(serving: Serving) -> None:
     site = Site()
     async with serving(site.app) as server, await server.connect() as client:
@@ -205,6 +231,70 @@ async def test_expect_continue(serving: Serving, path: str) -> None:
         assert (await read_until(client, b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
         await client.send_all(b"body")
         assert (await read_answer(client)).body.endswith(b":body")
+
+
+async def answer_first(scope: Any, receive: Any, send: Any) -> None:
+    """Answer, and only then ask for the body, as an application with a reader of its own may."""
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+    await send({"type": "http.response.body", "body": b"nothing ", "more_body": True})
+    with trio.move_on_after(0.05):
+        await receive()
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+async def test_a_body_is_not_invited_behind_its_answer(serving: Serving) -> None:
+    head = request("/unknown", "Content-Length: 100", "Expect: 100-continue")
+    async with serving(Dispatcher({}, answer_first)) as server:
+        client = await server.connect()
+        await client.send_all(head)
+        data = await read_all(client)
+        await client.aclose()
+    assert statuses(data) in ([404], [100, 404])
+    assert data.endswith((b"8\r\nnothing \r\n4\r\nhere\r\n0\r\n\r\n",))
+
+
+async def test_quart_invites_no_body_behind_its_answer(serving: Serving) -> None:
+    head = request("/unknown", "Content-Length: 100", "Expect: 100-continue")
+    async with serving(Site().app) as server:
+        for _ in range(20):
+            async with await server.connect() as client:
+                await client.send_all(head)
+                assert statuses(await read_all(client)) in ([404], [100, 404])
+
+
+async def test_a_body_that_turns_bad_behind_its_answer_does_not_cut_it(serving: Serving) -> None:
+    head = request("/unknown", "Transfer-Encoding: chunked")
+    with structlog.testing.capture_logs() as lines:
+        async with serving(Site().app) as server:
+            for pause in [0.0, 0.0005, 0.001, 0.002] * 5:
+                async with await server.connect() as client:
+                    await client.send_all(head)
+                    await trio.sleep(pause)
+                    await client.send_all(b"zz\r\n")
+                    assert statuses(await read_all(client)) in ([404], [400])
+    assert [line["event"] for line in lines if line["log_level"] == "error"] == []
+
+
+async def test_what_comes_behind_the_last_request_is_not_kept(serving: Serving) -> None:
+    site = Site()
+    async with (
+        serving(site.app, half_close_grace=5, body_timeout=5) as server,
+        await server.connect() as client,
+    ):
+        await client.send_all(request("/wait", "Connection: close", body=b"x"))
+        await site.running.wait()
+        with trio.move_on_after(0.2):  # the fast path leaves it to the client's kernel
+            for _ in range(100):
+                await client.send_all(b"x" * 65536)
+        [connection] = server.connections
+        protocol = connection.protocol.protocol
+        kept = protocol.connection.trailing_data[0] if isinstance(protocol, StockH11) else b""
+        assert len(kept) < 65536
+
+
+def statuses(data: bytes) -> list[int]:
+    """Return the statuses of all answers in what came, 1xx among them."""
+    return [int(part[:3]) for part in data.split(b"HTTP/1.1 ")[1:]]
 
 
 async def test_expect_continue_with_the_body_at_once(serving: Serving) -> None:
@@ -317,6 +407,15 @@ async def test_absolute_urls(serving: Serving, scheme: str, path: str) -> None:
     assert site.seen == [("POST", path, b"x")]
 
 
+@pytest.mark.parametrize("path", ["/echo", "/quart"])
+async def test_a_path_in_the_query_of_an_absolute_url_is_none(serving: Serving, path: str) -> None:
+    site = Site()
+    async with serving(site.app) as server, await server.connect() as client:
+        await client.send_all(request(f"http://example.com?a={path}", body=b"x"))
+        assert (await read_answer(client)).status == 404
+    assert site.seen == []
+
+
 async def test_a_long_url_is_read(serving: Serving) -> None:
     async with serving(Site().app) as server, await server.connect() as client:
         await client.send_all(request("/echo?" + "x" * 60_000, body=b"x"))
@@ -348,6 +447,33 @@ async def test_heads_that_are_too_large_are_refused(serving: Serving, name: str)
         assert answer.status in (400, 414, 431)
         assert answer.headers["connection"].lower() == "close"
         assert await closed(client)
+
+
+ENDLESS = {
+    "trailer": b"0\r\nX: ",
+    "trailer's name": b"0\r\n",
+    "extension": b"1;x=",
+    "second trailer": b"0\r\nA: b\r\nX: ",
+}
+
+
+@pytest.mark.parametrize("path", ["/echo", "/quart"])
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_what_is_endless_beside_a_body_is_refused(
+    serving: Serving, path: str, name: str
+) -> None:
+    site = Site()
+    head = request(path, "Transfer-Encoding: chunked")
+    async with (
+        serving(site.app, body_timeout=60, max_header_bytes=4096) as server,
+        await server.connect() as client,
+    ):
+        await client.send_all(head + b"1\r\n{\r\n" + ENDLESS[name] + b"a" * 200_000)
+        answer = await read_answer(client)
+        assert answer.status in (400, 431)
+        assert answer.headers["connection"].lower() == "close"
+        assert await closed(client)
+    assert site.seen == []
 
 
 async def test_an_answer_before_the_body_is_read(serving: Serving) -> None:
@@ -495,14 +621,14 @@ def authority() -> trustme.CA:
 
 
 @pytest.fixture
-def tls(authority: trustme.CA, tmp_path: Path) -> dict[str, Any]:
-    """Return the settings of a server with a certificate of `authority` for 127.0.0.1."""
+def tls(authority: trustme.CA, tmp_path: Path) -> ssl.SSLContext | None:
+    """Return the context of a server with a certificate of `authority` for 127.0.0.1."""
     certificate = authority.issue_cert("127.0.0.1")
     chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
     for blob in certificate.cert_chain_pems:
         blob.write_to_path(chain, append=True)
     certificate.private_key_pem.write_to_path(key)
-    return {"tls_cert_path": str(chain), "tls_key_path": str(key)}
+    return server_context(str(chain), str(key))
 
 
 def secured(
@@ -515,10 +641,10 @@ def secured(
 
 
 async def test_tls_with_http_1_1(
-    serving: Serving, tls: dict[str, Any], authority: trustme.CA
+    serving: Serving, tls: ssl.SSLContext, authority: trustme.CA
 ) -> None:
     async with (
-        serving(Site().app, **tls) as server,
+        serving(Site().app, tls=tls) as server,
         secured(authority, await server.connect(), "http/1.1") as client,
     ):
         for path in ("/echo", "/quart"):
@@ -530,7 +656,7 @@ async def test_tls_with_http_1_1(
 
 
 async def test_tls_is_not_written_directly(
-    serving: Serving, tls: dict[str, Any], authority: trustme.CA
+    serving: Serving, tls: ssl.SSLContext, authority: trustme.CA
 ) -> None:
     async def handler(exchange: Exchange) -> None:
         await exchange.start(200, [])
@@ -539,7 +665,7 @@ async def test_tls_is_not_written_directly(
 
     app = Dispatcher({("POST", "/"): handler}, Site().app.fallback)
     async with (
-        serving(app, **tls) as server,
+        serving(app, tls=tls) as server,
         secured(authority, await server.connect()) as client,
     ):
         await client.send_all(request("/"))
@@ -547,9 +673,12 @@ async def test_tls_is_not_written_directly(
 
 
 async def test_a_client_that_says_nothing_under_tls_is_cut(
-    serving: Serving, tls: dict[str, Any]
+    serving: Serving, tls: ssl.SSLContext
 ) -> None:
-    async with serving(Site().app, **tls) as server, await server.connect() as client:
+    async with (
+        serving(Site().app, tls=tls, header_timeout=0.3) as server,
+        await server.connect() as client,
+    ):
         with trio.fail_after(1):
             assert await closed(client)
 
@@ -563,6 +692,7 @@ class Http2:
         self.bodies: dict[int, bytes] = {}
         self.statuses: dict[int, int] = {}
         self.ended: set[int] = set()
+        self.resets: dict[int, int] = {}
         self.acknowledge = True
 
     async def __aenter__(self) -> Http2:
@@ -604,10 +734,24 @@ class Http2:
                     self.connection.acknowledge_received_data(size, number)
             case h2.events.StreamEnded(stream_id=number):
                 self.ended.add(number)
+            case h2.events.StreamReset(stream_id=number, error_code=code):
+                self.resets[number] = code
+
+    async def without_window(self) -> None:
+        """Take nothing of what is sent from now on."""
+        self.connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        await self.flush()
+        await self.until(lambda: self.connection.local_settings.initial_window_size == 0)
+
+    async def with_window(self) -> None:
+        """Take what is sent, in streams that are asked for from now on."""
+        self.connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 65535})
+        await self.flush()
+        await self.until(lambda: self.connection.local_settings.initial_window_size == 65535)
 
 
-async def test_http2_over_tls(serving: Serving, tls: dict[str, Any], authority: trustme.CA) -> None:
-    async with serving(Site().app, **tls) as server:
+async def test_http2_over_tls(serving: Serving, tls: ssl.SSLContext, authority: trustme.CA) -> None:
+    async with serving(Site().app, tls=tls) as server:
         stream = secured(authority, await server.connect(), "h2")
         async with Http2(stream) as client:
             assert stream.selected_alpn_protocol() == "h2"
@@ -626,6 +770,31 @@ async def test_http2_with_prior_knowledge(serving: Serving) -> None:
         number = await client.ask("/echo", b"hi")
         await client.until(lambda: number in client.ended)
         assert client.bodies == {number: b"echo:hi"}
+
+
+async def test_http2_preface_in_pieces(serving: Serving) -> None:
+    async with serving(Site().app) as server:
+        for cut in range(1, 24):
+            stream = await server.connect()
+            client = Http2(stream)
+            client.connection.initiate_connection()
+            data = client.connection.data_to_send()
+            await stream.send_all(data[:cut])
+            await trio.sleep(0.005)
+            await stream.send_all(data[cut:])
+            number = await client.ask("/echo", b"hi")
+            await client.until(lambda c=client, n=number: n in c.ended)  # type: ignore[misc]
+            assert client.bodies == {number: b"echo:hi"}
+            await stream.aclose()
+
+
+async def test_a_method_that_begins_like_the_preface(serving: Serving) -> None:
+    async with serving(Site().app) as server, await server.connect() as client:
+        data = request("/echo", body=b"x")
+        await client.send_all(data[:1])
+        await trio.sleep(0.01)
+        await client.send_all(data[1:])
+        assert (await read_answer(client)).body == b"echo:x"
 
 
 async def test_http2_large_bodies(serving: Serving) -> None:
@@ -700,6 +869,106 @@ async def test_http2_a_client_that_opens_no_window_is_cancelled(serving: Serving
         with trio.fail_after(2):
             await client.until(lambda: len(client.bodies.get(1, b"")) >= 65535)
             await ended.wait()
+
+
+class Ends:
+    """Handlers that end in every way, and how their answers ended."""
+
+    def __init__(self) -> None:
+        self.finished: list[bool] = []
+
+    async def respond(self, exchange: Exchange) -> None:
+        await self._watch(exchange, exchange.respond(200, [], b"small"))
+
+    async def big(self, exchange: Exchange) -> None:
+        await self._watch(exchange, exchange.respond(200, [], b"x" * 20_000_000))
+
+    async def stream(self, exchange: Exchange) -> None:
+        await self._watch(exchange, self._stream(exchange))
+
+    async def _stream(self, exchange: Exchange) -> None:
+        await exchange.start(200, [])
+        while True:
+            await exchange.write(b"x" * 1000)
+
+    async def _watch(self, exchange: Exchange, answering: Awaitable[None]) -> None:
+        try:
+            await exchange.read_body(100)
+            await answering
+        finally:
+            self.finished.append(exchange.finished)
+
+    async def give_up(self, exchange: Exchange) -> None:
+        await exchange.read_body(100)
+        await exchange.start(200, [])
+        await exchange.write(b"some")
+
+    async def fail(self, exchange: Exchange) -> None:
+        await self.give_up(exchange)
+        raise ValueError("broken")
+
+    @property
+    def app(self) -> Dispatcher:
+        ways = (self.respond, self.big, self.stream, self.give_up, self.fail)
+        hot = {("POST", f"/{way.__name__}"): way for way in ways}
+        return Dispatcher({**hot, ("POST", "/echo"): Site().echo}, Site().app.fallback)
+
+
+@pytest.mark.parametrize("way", ["respond", "big", "stream", "give_up", "fail", "quart"])
+async def test_http2_a_cut_stream_is_reset_and_leaves_nothing(serving: Serving, way: str) -> None:
+    ends = Ends()
+    async with (
+        serving(ends.app, keep_alive_timeout=60) as server,
+        Http2(await server.connect()) as client,
+    ):
+        if way not in ("give_up", "fail"):
+            await client.without_window()
+        cut = [await client.ask(f"/{way}", b"x") for _ in range(3)]
+        with trio.fail_after(3):
+            await client.until(lambda: len(client.resets) == 3)
+        assert client.resets == dict.fromkeys(cut, h2.errors.ErrorCodes.CANCEL)
+        assert client.ended == set()
+        assert not any(ends.finished)
+        await client.with_window()
+        other = await client.ask("/echo", b"y")
+        await client.until(lambda: other in client.ended)
+        assert client.bodies[other] == b"echo:y"
+        [connection] = server.connections
+        protocol = connection.protocol.protocol
+        assert protocol.stream_buffers == protocol.streams == {}
+        assert protocol.connection.open_inbound_streams == 0
+
+
+async def test_http2_who_resets_during_the_last_write_has_not_got_it(serving: Serving) -> None:
+    ends = Ends()
+    async with serving(ends.app) as server, Http2(await server.connect()) as client:
+        await client.without_window()
+        number = await client.ask("/respond", b"x")
+        await client.until(lambda: number in client.statuses)
+        client.connection.reset_stream(number)
+        await client.with_window()
+        other = await client.ask("/respond", b"y")
+        await client.until(lambda: other in client.ended)
+    assert ends.finished == [False, True]
+
+
+@pytest.mark.parametrize("how", ["closed", "reset", "stalled"])
+async def test_who_leaves_during_the_last_write_has_not_got_it(serving: Serving, how: str) -> None:
+    ends = Ends()
+    async with serving(ends.app) as server, await server.connect(4096) as client:
+        await client.send_all(request("/big", body=b"x"))
+        await read_until(client, b"\r\n\r\n")
+        if how == "reset":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if how != "stalled":
+            await client.aclose()
+        with trio.fail_after(3):
+            while not ends.finished:  # noqa: ASYNC110  (the handler's end has no event)
+                await trio.sleep(0.01)
+        async with await server.connect() as other:
+            await other.send_all(request("/respond", body=b"x"))
+            assert (await read_answer(other)).body == b"small"
+    assert ends.finished == [False, True]
 
 
 async def test_http2_path_that_is_not_ascii_resets_the_stream_only(serving: Serving) -> None:

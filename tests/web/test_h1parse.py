@@ -130,6 +130,7 @@ def post(*headers: str, body: bytes = b"", version: str = "1.1") -> bytes:
         (b"GET p HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET ftp://h/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET p?u=http://h/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET /" + b"x" * MAX_HEAD, 414),
         (b"GET /" + b"x" * MAX_HEAD + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
         (post("X: " + "y" * MAX_HEAD), 431),
@@ -158,6 +159,70 @@ def test_trailers_count_as_head_and_are_dropped() -> None:
     (request,) = parse(start + b"\r\n").requests
     assert request[4] == [(b"host", b"a"), (b"transfer-encoding", b"chunked")]
     assert parse(start, b"X-T: y\r\n" * MAX_HEAD).refused == 431
+
+
+@pytest.mark.parametrize("after", ["0\r\nX: ", "0\r\n", "1;x=", "1\r\nx\r\n1;x=", "1\r\nx"])
+def test_what_is_endless_beside_the_data_of_a_body_is_refused(after: str) -> None:
+    parser = RequestParser(MAX_HEAD)
+    parser.feed(post("Transfer-Encoding: chunked", body=b"1\r\nx\r\n" + after.encode()))
+    fed = 0
+    while parser.refusal is None and fed < 10 * MAX_HEAD:
+        parser.feed(b"a" * 100)
+        fed += 100
+    assert parser.refusal is not None
+    assert parser.refusal.status in (400, 431)
+    assert fed <= MAX_HEAD + 100
+
+
+def test_a_body_in_tiny_chunks_may_be_long() -> None:
+    parser = RequestParser(MAX_HEAD)
+    parser.feed(post("Transfer-Encoding: chunked"))
+    for _ in range(MAX_HEAD):
+        for byte in (b"1", b"\r\n", b"x", b"\r\n"):
+            parser.feed(byte)
+    parser.feed(b"0\r\n\r\n")
+    assert parser.refusal is None
+    (request,) = parser.requests
+    assert (request.complete, request.take_body()) == (True, b"x" * MAX_HEAD)
+
+
+def test_it_is_known_when_a_head_has_begun() -> None:
+    parser = RequestParser(MAX_HEAD)
+    assert not parser.in_head
+    for piece, in_head in [
+        (b"\r\n", False),
+        (b"P", True),
+        (post("Content-Length: 2")[1:], False),
+        (b"h", False),
+        (b"i", False),
+        (b"GET /vers", True),
+        (b"ion HTTP/1.1\r\nHost: a\r\n\r\n\r\n", False),
+        (post() + b"G", True),
+    ]:
+        parser.feed(piece)
+        assert parser.in_head is in_head, piece
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [
+        (b"/p", "/p", b""),
+        (b"http://h", "/", b""),
+        (b"http://h/", "/", b""),
+        (b"HTTPS://h:1/a/b?c=/d", "/a/b", b"c=/d"),
+        (b"http://h?a=/version", "/", b"a=/version"),
+        (b"http://h/?a=http://i/b", "/", b"a=http://i/b"),
+        (b"/?u=http://i/b", "/", b"u=http://i/b"),
+    ],
+)
+def test_path_and_query_of_a_target(target: bytes, path: str, query: bytes) -> None:
+    (request,) = parse(b"GET %b HTTP/1.1\r\nHost: h\r\n\r\n" % target).requests
+    assert request[1:3] == (path, query)
+
+
+def test_any_number_of_upgrades_is_read() -> None:
+    offer = post("Connection: Upgrade", "Upgrade: h2c")
+    assert len(parse(offer * 3000).requests) == 3000
 
 
 def test_the_offer_of_an_upgrade_is_dropped_and_close_is_kept() -> None:

@@ -94,6 +94,12 @@ async def test_a_pending_worker_says_what_it_waits_for(nursery: trio.Nursery) ->
         assert shown["dp_size"] == 2
 
 
+def registered(api: ApiHouse, worker_id: str) -> bool:
+    """Tell whether a worker has its sockets, and not its predecessor any more."""
+    daemon = api.house.daemon
+    return daemon.registry.get(worker_id) is daemon.fleet.get(worker_id).worker
+
+
 # -------------------------------------------------------------------------------- refusals
 
 
@@ -104,6 +110,12 @@ async def test_a_pending_worker_says_what_it_waits_for(nursery: trio.Nursery) ->
         ({"url": "grpc://host:1"}, "smgd serves ipc://<path> workers only"),
         ({"url": "HTTP://host:1"}, "worker URL must start with one of http://, https://, grpc://"),
         ({"url": "ipc://"}, "ZMQ worker URL must be ipc://<path>, not 'ipc://'"),
+        (
+            {"url": "ipc://tmp/smgd/engine-0"},
+            "not 'ipc://tmp/smgd/engine-0': did you mean ipc:///tmp/smgd/engine-0?",
+        ),
+        ({"url": "ipc://@engine-0"}, "ZMQ worker URL must have an absolute path"),
+        ({"url": "ipc:///tmp/a\0b"}, "ZMQ worker URL has a character that cannot be shown"),
         ({"url": "ipc:///x/" + "y" * 120}, "Linux allows 107"),
         (
             {"url": "http://host:1", "zmq_handshake_address": "tcp://127.0.0.1:30500"},
@@ -124,6 +136,35 @@ async def test_a_pending_worker_says_what_it_waits_for(nursery: trio.Nursery) ->
         ({"models": [{"id": "a"}, {"id": "b"}]}, "has 2 models, but an engine serves one"),
         ({"models": [{"id": "a", "aliases": ["smgd-sim"]}]}, "the name 'smgd-sim' belongs to"),
         ({"labels": {"a": 1}}, "invalid request body: Expected `str`, got `int`"),
+        ({"dp_size": 1025}, "invalid request body: Expected `int` <= 1024 - at `$.dp_size`"),
+        ({"dp_size": 100_000}, "Expected `int` <= 1024 - at `$.dp_size`"),
+        (
+            {"dp_size": 100_000, "labels": {"model": "m", "model_path": "smgd-sim"}},
+            "at `$.dp_size`",
+        ),
+        ({"health": {"drain_settle_secs": 1e9}}, "<= 86400.0 - at `$.health.drain_settle_secs`"),
+        ({"models": [{"id": ""}]}, "of length >= 1 - at `$.models[0].id`"),
+        ({"models": [{"id": "a", "aliases": [""]}]}, "length >= 1 - at `$.models[0].aliases[0]`"),
+        ({"models": [{"id": "a", "aliases": ["b", "b"]}]}, "gives its model the name 'b' twice"),
+        ({"models": [{"id": "a", "aliases": ["a"]}]}, "gives its model the name 'a' twice"),
+        ({"models": [{"id": "a" * 5000}]}, "of length <= 4096 - at `$.models[0].id`"),
+        (
+            {"models": [{"id": "a", "chat_template": "x" * 300_000}]},
+            "of length <= 262144 - at `$.models[0].chat_template`",
+        ),
+        ({"labels": {"model_path": "/" + "x" * 5000}}, "length <= 4096 - at `$.labels[...]`"),
+        ({"labels": {"x" * 300: ""}}, "of length <= 256 - at `key` in `$.labels`"),
+        ({"labels": {str(n): "" for n in range(300)}}, "of length <= 256 - at `$.labels`"),
+        ({"url": "ipc:///" + "x" * 5000}, "of length <= 4096 - at `$.url`"),
+        (
+            {"runtime_type": "vllm", "runtime": "sglang"},
+            "has two runtimes, runtime_type vllm and runtime sglang: give one of them",
+        ),
+        ({"runtime_type": "unspecified", "runtime": "sglang"}, "has unsupported runtime sglang"),
+        (
+            {"labels": {"model": "smgd-sim", "model_path": "/elsewhere"}},
+            "another path for model 'smgd-sim' than 'smgd-sim', since the model is configured",
+        ),
         ({"url": 7}, "invalid request body: Expected `str`, got `int` - at `$.url`"),
     ],
 )
@@ -139,10 +180,16 @@ async def test_what_can_be_judged_at_once_is_refused_at_once(
 
 async def test_bodies_that_are_none(nursery: trio.Nursery) -> None:
     async with api_house(nursery) as api:
-        for body in (b"", b"{", b"[]", b"{}"):
+        deep = b"[" * 100_000
+        for body in (b"", b"{", b"[]", b"{}", b'{"url":"\xff"}', deep, b'{"x":' + deep):
             answer = await api.call("POST", "/workers", body)
             assert (answer.status, answer.json["code"]) == (400, "BAD_REQUEST")
             assert answer.json["error"].startswith("invalid request body: ")
+        worker = f"/workers/{await api.add(1)}"
+        for method in ("PUT", "PATCH"):
+            answer = await api.call(method, worker, b'{"x":' + deep)
+            assert (answer.status, answer.json["code"]) == (400, "BAD_REQUEST")
+            assert answer.json["error"].startswith("invalid request body: maximum recursion depth")
         answer = await api.call("POST", "/workers", {"url": api.urls[1]}, kind="x-form")
         assert (answer.status, answer.json["code"]) == (400, "BAD_REQUEST")
         assert "Content-Type" in answer.json["error"]
@@ -209,12 +256,38 @@ async def test_runtimes(nursery: trio.Nursery) -> None:
         assert [worker["runtime_type"] for worker in await api.list()] == ["vllm"] * 3
 
 
+async def test_the_series_of_a_model_end_with_its_last_worker(nursery: trio.Nursery) -> None:
+    async with api_house(nursery, workers=1) as api:
+        worker = await api.add(1, labels={"model_path": "smgd-sim", "model": "second"})
+        for number in (0, 1):
+            api.house.start_engine(worker=number)
+        await api.until_ready(2)
+        for model in ("smgd-sim", "second"):
+            assert (await api.house.ask("hello", model=model, max_tokens=1)).status == 200
+        metrics = api.house.daemon.metrics
+        assert b'model="second"' in metrics.render()
+        await api.remove(worker)
+        api.outlived.add(1)
+        page = metrics.render()
+        assert b'model="second"' not in page
+        assert b'model="smgd-sim"' in page
+
+
 async def test_a_disabled_health_check_is_ignored(nursery: trio.Nursery) -> None:
     async with api_house(nursery) as api:
         await api.add(1, health={"disable_health_check": True})
         ignored = [line["event"] for line in api.house.lines if "Ignoring" in line["event"]]
         [text] = ignored
         assert text.startswith(f"Ignoring disabled health checks for ZMQ worker {api.urls[1]}")
+
+
+async def test_health_checks_that_are_disabled_everywhere_are_ignored_for_each_worker(
+    nursery: trio.Nursery,
+) -> None:
+    async with api_house(nursery, workers=1, health={"disable_health_check": True}) as api:
+        await api.add(1)
+        ignored = [line["event"] for line in api.house.lines if "Ignoring" in line["event"]]
+        assert [text.split(": ")[0].rpartition(" ")[2] for text in ignored] == api.urls[:2]
 
 
 async def test_an_api_key_is_never_shown(nursery: trio.Nursery) -> None:
@@ -247,6 +320,10 @@ async def test_a_failed_registration_stays_visible_and_can_be_repeated(
         [line] = api.house.logged(f"Failed job: type=AddWorker, worker={api.urls[1]}")
         assert line["reason"] == reason
         assert api.house.take_errors() == [line["event"]]
+        [other, missing] = (await api.house.readiness())[1]["missing"]
+        assert other == f"worker {api.urls[0]} is pending"
+        assert missing == f"worker {api.urls[1]} is failed: {reason}"
+        assert (await api.call("GET", "/get_server_info")).json["total_workers"] == 2
         api.house.start_engine(worker=0)  # the others are not harmed
         await api.until_ready(1)
         await trio.Path(in_the_way).rmdir()
@@ -372,6 +449,37 @@ async def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(
     assert api.house.tally.aborts == []
 
 
+async def test_a_long_drain_can_be_shortened(nursery: trio.Nursery) -> None:
+    """Also that of a worker which has been replaced meanwhile."""
+    async with api_house(nursery, replies=[ENDLESS], routing={"migration": "off"}) as api:
+        worker_id = await api.add(1, health={"drain_settle_secs": 86400})
+        path = f"/workers/{worker_id}"
+        for leave, body in (("PUT", {"url": api.urls[1], "dp_size": 2}), ("DELETE", None)):
+            await until(lambda: registered(api, worker_id))
+            engine = api.house.start_engine(*PACE, worker=1)
+            await api.until_ready(1)
+            call = await api.house.call("endless", stream=True)
+            await call.read("content")
+            assert (await api.call(leave, path, body)).status == 202
+            if leave == "DELETE":
+                answer = await api.call("PATCH", path, {"labels": {"a": "b"}})
+                assert answer.status == 400
+                assert "is being removed: only its health can be changed" in answer.json["error"]
+            await trio.sleep(0.1)
+            assert api.house.active == 1
+            health = {"drain_settle_secs": 0.05}
+            assert (await api.call("PATCH", path, {"health": health})).status == 202
+            await call.read()
+            assert (call.status, call.error["code"]) == (200, "engine_lost")
+            await engine.kill()
+            if leave == "PUT":
+                back = {"url": api.urls[1], "health": {"drain_settle_secs": 86400}}
+                assert (await api.call("PUT", path, back)).status == 202
+        await api.until_status(worker_id, "gone")
+        api.remove_set_aside(1)  # one engine is not two
+        api.outlived.add(1)
+
+
 async def test_draining_ends_with_the_settle_time(nursery: trio.Nursery) -> None:
     async with api_house(nursery, replies=[ENDLESS], routing={"migration": "off"}) as api:
         worker_id = await api.add(1, health={"drain_settle_secs": 0.2})
@@ -386,7 +494,83 @@ async def test_draining_ends_with_the_settle_time(nursery: trio.Nursery) -> None
         api.outlived.add(1)
 
 
+async def test_a_drained_worker_is_put_back_to_work(nursery: trio.Nursery) -> None:
+    async with api_house(nursery, workers=1, replies=[ENDLESS]) as api:
+        api.house.start_engine(*PACE)
+        await api.until_ready(1)
+        call = await api.house.call("endless", stream=True, max_tokens=100)
+        await call.read("content")
+        [worker] = await api.list()
+        path = f"/workers/{worker['id']}"
+        api.house.daemon.fleet.get(worker["id"]).since = 0
+        api.house.daemon.fleet.drain(worker["id"])
+        job = (await api.call("GET", path)).json["job_status"]
+        assert job.pop("timestamp") > 0
+        assert job == {
+            "job_type": "DrainWorker",
+            "worker_url": api.urls[0],
+            "status": "processing",
+            "message": "drained, not removed: 1 requests in flight; PUT it to have it serve again",
+        }
+        await call.read()
+        assert (call.done, call.finishes()) == (True, ["length"])
+        job = (await api.call("GET", path)).json["job_status"]
+        assert (job["job_type"], job["status"]) == ("DrainWorker", "completed")
+        answer = await api.house.ask("more")
+        assert (answer.status, answer.error["code"]) == (503, "no_available_workers")
+        assert (await api.call("PUT", path, {"url": api.urls[0]})).status == 202
+        await api.until_ready(1)
+        assert (await api.house.ask("more", max_tokens=1)).status == 200
+        assert len(api.house.tally.ready_at) == 1, "the engine has not begun anew"
+
+
 # --------------------------------------------------------------------------- several models
+
+
+async def test_a_mistyped_path_is_corrected_by_put(nursery: trio.Nursery) -> None:
+    async with api_house(nursery) as api:
+        labels = {"model": "m", "model_path": "/typo"}
+        worker_id = await api.add(1, labels=labels)
+        await until(lambda: api.house.logged("model not loaded; will retry"))
+        card = {"id": "m", "aliases": ["n"]}
+        right = {"url": api.urls[1], "labels": {"model_path": "smgd-sim"}, "models": [card]}
+        assert (await api.call("PUT", f"/workers/{worker_id}", right)).status == 202
+        await until(lambda: registered(api, worker_id))
+        api.house.start_engine(worker=1)
+        await api.until_ready(1)
+        for name in ("m", "n"):
+            assert (await api.house.ask("hello", model=name, max_tokens=1)).status == 200
+        assert api.house.take_errors() == ["model not loaded; will retry"]
+
+
+async def test_the_aliases_that_are_shown_are_those_that_work(nursery: trio.Nursery) -> None:
+    models = {"m": {"path": "smgd-sim", "aliases": ["n"]}}
+    async with api_house(nursery, workers=1, models=models) as api:
+        await api.add(1, labels={"model": "m"})
+        await api.add(2, models=[{"id": "x", "aliases": ["y"]}], labels={"model_path": "smgd-sim"})
+        for number in (0, 1, 2):
+            api.house.start_engine(worker=number)
+        await api.until_ready(3)
+        shown = [worker["models"][0]["aliases"] for worker in await api.list()]
+        assert shown == [["n"], ["n"], ["y"]]
+        answer = await api.call("GET", "/get_model_info?model=x")
+        assert answer.json["aliases"] == ["y"]
+        [*_, worker] = await api.list()
+        spec: dict[str, Any] = {"url": api.urls[2], "labels": {"model_path": "smgd-sim"}}
+        spec["models"] = [{"id": "x", "aliases": ["z"]}]
+        assert (await api.call("PUT", f"/workers/{worker['id']}", spec)).status == 202
+        for name, status in (("z", 200), ("y", 404)):
+            assert (await api.house.ask("hello", model=name, max_tokens=1)).status == status
+        [*_, worker] = await api.list()
+        assert worker["models"][0]["aliases"] == ["z"]
+        answer = await api.call("GET", "/get_model_info?model=x")
+        assert answer.json["aliases"] == ["z"]
+        spec["models"] = [{"id": "m", "aliases": ["other"]}]
+        answer = await api.call("PUT", f"/workers/{worker['id']}", spec)
+        assert (answer.status, "another aliases for model 'm'" in answer.json["error"]) == (
+            400,
+            True,
+        )
 
 
 async def test_a_label_brings_a_model_and_its_last_worker_takes_it_away(

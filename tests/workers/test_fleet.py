@@ -12,13 +12,17 @@ import trio
 
 from smgd.config import HealthConfig, WorkerConfig
 from smgd.core import RequestIds
+from smgd.engine.paths import Addresses
+from smgd.engine.transport import WorkerSockets
 from smgd.errors import ModelError, WorkerError, WorkerExistsError, WorkerNotFoundError
 from smgd.text.catalog import Catalog
 from smgd.text.loader import ModelLoader, ModelSource
 from smgd.text.stage import TextStage
+from smgd.workers import fleet
 from smgd.workers.fleet import Fleet, FleetSettings
 from smgd.workers.registry import Registry
 from smgd.workers.spec import Health, ModelCard, WorkerPatch, WorkerSpec, spec_of
+from smgd.workers.zmq import ZmqWorker
 from tests.flows.house import LocalEngine, captured_log, short_directory, until
 
 SIM = ModelSource(id="smgd-sim", path="smgd-sim", configured=True)
@@ -185,8 +189,16 @@ async def test_a_model_that_has_changed_is_served_until_the_new_one_is_there(yar
     assert yard.catalog.ids == ["smgd-sim"]
 
 
-async def test_a_record_that_cannot_be_removed_is_told_and_ends_nothing(yard: Yard) -> None:
+async def test_a_record_that_cannot_be_removed_is_told_and_ends_nothing(
+    yard: Yard, nursery: trio.Nursery
+) -> None:
     record = await yard.fleet.start(yard.spec())
+    engine = yard.engine()
+    nursery.start_soon(engine.run)
+    await until(lambda: record.state == "ready")
+    await engine.kill()
+    await until(lambda: record.worker.deserted)
+    record.addresses.record.unlink()
     record.addresses.record.mkdir()
     with captured_log() as lines:
         yard.fleet.remove(record.id)
@@ -195,6 +207,251 @@ async def test_a_record_that_cannot_be_removed_is_told_and_ends_nothing(yard: Ya
     assert line["file"] == str(record.addresses.record)
     assert yard.files == []
     await trio.Path(record.addresses.record).rmdir()
+
+
+# ------------------------------------------------------------------- what nobody thought of
+
+
+@pytest.mark.parametrize("error", [ValueError("embedded null byte"), KeyError("x"), OSError("x")])
+async def test_a_fault_of_ours_before_a_worker_is_bound_is_its_own_failure(
+    yard: Yard, error: Exception
+) -> None:
+    def bind(_: Addresses) -> WorkerSockets:
+        raise error
+
+    was, yard.fleet._bind = yard.fleet._bind, bind
+    with captured_log() as lines:
+        record = yard.fleet.add(yard.spec())
+        await until(lambda: record.state == "failed")
+    assert record.reason == (
+        f"ZMQ backend handshake failed for {record.spec.url}: smgd itself has failed, and its log"
+        f" has how: {type(error).__name__}: {error}"
+    )
+    [line] = [line for line in lines if line["event"] == "worker failed"]
+    assert (line["worker"], line["log_level"], line["exc_info"]) == (record.spec.url, "error", True)
+    with pytest.raises(WorkerError, match="smgd itself has failed, and its log has how: "):
+        await yard.fleet.start(yard.spec(1))
+    assert list(yard.fleet.records) == [record.id]
+    yard.fleet._bind = was
+    assert (await yard.fleet.start(yard.spec(1))).state == "pending"  # the fleet goes on
+
+
+@pytest.mark.parametrize("how", ["start", "add"])
+async def test_a_fault_of_ours_in_a_worker_that_serves_is_its_own_failure(
+    yard: Yard, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = trio.Event()
+
+    async def run(
+        _: ZmqWorker, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        task_status.started()
+        await faulty.wait()
+        raise ZeroDivisionError("nobody has thought of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ZmqWorker, "run", run)
+        record = (
+            yard.fleet.add(yard.spec()) if how == "add" else await yard.fleet.start(yard.spec())
+        )
+        await until(lambda: yard.registry.get(record.id))
+    faulty.set()
+    await until(lambda: record.state == "failed")
+    assert record.reason.endswith("ZeroDivisionError: nobody has thought of it")
+    assert yard.registry.workers == {}
+    again = yard.fleet.add(yard.spec())
+    await until(lambda: yard.registry.get(again.id))
+
+
+# --------------------------------------------------------------------- what engines remember
+
+
+async def test_an_engine_that_has_not_answered_yet_is_not_gone(
+    yard: Yard, nursery: trio.Nursery
+) -> None:
+    """However soon after its addition a worker is removed, its engine is found by the next one."""
+    record = await yard.fleet.start(yard.spec())
+    engine = yard.engine()
+    nursery.start_soon(engine.run)
+    await until(lambda: record.state == "ready")
+    yard.fleet.remove(record.id)
+    for ticks in (0, 1, 2, 5, 20):
+        record = yard.fleet.add(yard.spec())
+        for _ in range(ticks):
+            await trio.sleep(0.001)
+        yard.fleet.remove(record.id)
+        await record.gone.wait()
+        assert record.addresses.record.exists(), ticks
+    record = yard.fleet.add(yard.spec())
+    await until(lambda: record.state == "ready")
+    await engine.kill()
+
+
+async def test_an_engine_that_is_only_silent_is_not_gone(yard: Yard, nursery: trio.Nursery) -> None:
+    record = await yard.fleet.start(yard.spec())
+    engine = yard.engine()
+    nursery.start_soon(engine.run)
+    await until(lambda: record.state == "ready")
+    record.worker._roster.lose("no sign of life for 60s with requests in flight")
+    yard.fleet.remove(record.id)
+    await record.gone.wait()
+    assert record.addresses.record.exists()
+    await engine.kill()
+
+
+async def test_a_stop_while_a_worker_drains_leaves_what_is_known_of_its_engine(
+    nursery: trio.Nursery,
+) -> None:
+    with short_directory(1) as directory, captured_log():
+        async with trio.open_nursery() as own:
+            yard = Yard(directory)
+            await own.start(yard.loader.run)
+            await own.start(yard.fleet.run)
+            yard.loader.add(SIM)
+            record = await yard.fleet.start(yard.spec())
+            engine = yard.engine()
+            nursery.start_soon(engine.run)
+            await until(lambda: record.state == "ready")
+            yard.fleet.remove(record.id)
+            own.cancel_scope.cancel()
+        assert record.addresses.record.exists()
+        await engine.kill()
+
+
+# ----------------------------------------------------------------------------- drained
+
+
+async def test_a_drained_worker_serves_again_when_it_is_put_again(
+    yard: Yard, nursery: trio.Nursery
+) -> None:
+    record = await yard.fleet.start(yard.spec())
+    engine = yard.engine()
+    nursery.start_soon(engine.run)
+    await until(lambda: record.state == "ready")
+    record.since = 0
+    yard.fleet.drain(record.id)
+    assert (record.state, record.leaving, record.since > 0) == ("draining", False, True)
+    with pytest.raises(WorkerExistsError):
+        yard.fleet.add(yard.spec())
+    since, record.since = record.since, 7
+    assert yard.fleet.drain(record.id).since == 7  # it is drained already
+    assert since > 7
+    again = yard.fleet.replace(record.id, record.spec)
+    assert again is not record
+    assert again.id == record.id
+    await until(lambda: again.state == "ready")
+    await engine.kill()
+
+
+async def test_a_worker_that_waits_for_another_to_drain_says_so(yard: Yard) -> None:
+    first = await yard.fleet.start(yard.spec())
+    yard.fleet.remove(first.id)
+    second = yard.fleet.add(yard.spec())
+    assert second.waits == f"waits until worker {first.id} at the same URL has drained"
+    await until(lambda: yard.registry.get(second.id))
+    assert (second.waits, second.before) == ("", ())
+    third = yard.fleet.replace(second.id, yard.spec(dp_size=2))
+    assert third.waits == "waits until the requests on its former connection have ended"
+    await until(lambda: yard.registry.get(third.id) is third.worker)
+    assert (third.waits, third.before) == ("", ())
+
+
+# -------------------------------------------------------------------- what a model is to be
+
+
+def own(path: str, **labels: str) -> dict[str, Any]:
+    return {"labels": {"model": "m", "model_path": path, **labels}}
+
+
+async def test_a_worker_corrects_a_model_that_is_its_alone(yard: Yard) -> None:
+    record = await yard.fleet.start(yard.spec(**own("/typo")))
+    await until(lambda: "no directory" in yard.catalog.why_missing("m"))
+    again = yard.fleet.replace(record.id, yard.spec(**own("smgd-sim")))
+    assert again is not record, "an engine of another path is another engine"
+    await until(lambda: not yard.catalog.missing)
+    assert yard.loader.sources["m"].path == "smgd-sim"
+    card = ModelCard("m", ("n",), tokenizer_path="smgd-sim")
+    kept = yard.fleet.replace(record.id, yard.spec(models=(card,)))
+    assert kept is again
+    assert yard.loader.sources["m"].tokenizer_path == "smgd-sim"
+    await until(lambda: yard.catalog.get("n").aliases == ("n",))
+    yard.fleet.replace(record.id, yard.spec(models=(ModelCard("m"),)))
+    assert yard.loader.named("n") is None
+    assert yard.fleet.model("m").path == "smgd-sim"  # type: ignore[union-attr]
+
+
+async def test_a_failed_worker_is_added_again_with_another_model_path(yard: Yard) -> None:
+    (yard.directory / "e0-in.sock").mkdir()
+    record = yard.fleet.add(yard.spec(**own("/typo")))
+    await until(lambda: record.state == "failed")
+    await trio.Path(yard.directory / "e0-in.sock").rmdir()
+    yard.fleet.add(yard.spec(**own("smgd-sim")))
+    await until(lambda: not yard.catalog.missing)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (own("/other"), "another path for model 'm' than 'smgd-sim'"),
+        (own("smgd-sim", tokenizer_path="/t"), "another tokenizer_path for model 'm' than ''"),
+        (
+            {"labels": {"model": "m", "tokenizer_path": "/t"}},
+            "another tokenizer_path for model 'm' than ''",
+        ),
+        (
+            {"models": (ModelCard("m", ("other",)),)},
+            "another aliases for model 'm' than ('n',)",
+        ),
+        (
+            {"models": (ModelCard("m", chat_template="/t"),)},
+            "another chat_template for model 'm' than ''",
+        ),
+    ],
+)
+@pytest.mark.parametrize("configured", [False, True])
+async def test_what_others_have_of_a_model_is_not_changed_by_a_worker(
+    yard: Yard, fields: dict[str, Any], said: str, configured: bool
+) -> None:
+    yard.loader.add(ModelSource(id="m", path="smgd-sim", aliases=("n",), configured=configured))
+    first = yard.fleet.add(yard.spec(0, labels={"model": "m"}))
+    holder = "is configured" if configured else f"is also that of worker {first.spec.url}"
+    with pytest.raises(WorkerError) as caught:
+        yard.fleet.add(yard.spec(1, **fields))
+    assert str(caught.value).startswith(f"ZMQ worker {yard.spec(1).url} cannot have {said}, since ")
+    assert f"since the model {holder}: leave " in str(caught.value)
+    assert list(yard.fleet.records) == [first.id]
+    assert yard.loader.sources["m"].path == "smgd-sim"
+    same = ModelCard("m", ("n",), tokenizer_path="smgd-sim")
+    for spec in (yard.spec(1, models=(same,)), yard.spec(2, **own("smgd-sim"))):
+        assert yard.fleet.add(spec).worker.model_id == "m"
+
+
+async def test_a_tokenizer_alone_is_that_of_the_only_model(yard: Yard) -> None:
+    with pytest.raises(WorkerError, match="another tokenizer_path for model 'smgd-sim' than ''"):
+        yard.fleet.add(yard.spec(labels={"tokenizer_path": "/t"}))
+    assert yard.fleet.add(yard.spec(labels={"tokenizer_path": "smgd-sim"})).state == "pending"
+
+
+async def test_a_name_is_not_taken_for_a_path(yard: Yard) -> None:
+    yard.loader.add(ModelSource(id="org/A", path="/models/tulip", configured=True))
+    record = yard.fleet.add(yard.spec(models=(ModelCard("/models/tulip"),)))
+    assert record.worker.model_id == "/models/tulip"
+
+
+async def test_a_worker_that_is_refused_leaves_no_model(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WorkerError, match="the name 'smgd-sim' belongs to"):
+        yard.fleet.add(yard.spec(models=(ModelCard("m", ("smgd-sim",)),)))
+
+    def broken(*_: Any, **__: Any) -> ZmqWorker:
+        raise IndexError("nobody has thought of it")
+
+    monkeypatch.setattr(fleet, "ZmqWorker", broken)
+    with pytest.raises(IndexError):
+        yard.fleet.add(yard.spec(**own("smgd-sim")))
+    assert list(yard.loader.sources) == yard.catalog.ids == ["smgd-sim"]
+    assert yard.fleet.records == {}
 
 
 # -------------------------------------------------------------------------------- health
@@ -239,7 +496,7 @@ def test_a_configured_worker_as_a_spec() -> None:
     worker = WorkerConfig(url="ipc:///x/e0", engine_count=2)
     model = ModelSource(id="m", path="/models/m", tokenizer_path="/t", aliases=("n",))
     spec = spec_of(worker, model)
-    assert (spec.url, spec.dp_size, spec.declared_runtime) == ("ipc:///x/e0", 2, "vllm")
+    assert (spec.url, spec.dp_size, spec.declared_runtimes) == ("ipc:///x/e0", 2, ["vllm"])
     assert spec.wanted_model == model
 
 

@@ -81,10 +81,27 @@ def test_the_context_of_a_model_is_the_smallest_of_its_ready_workers() -> None:
     small.state = "not_ready"
     made.changed(small)
     assert made.max_model_len("m") == 2048
+    assert made.known_max_model_len("m") == 2048
     assert made.known_max_model_len("other") is None
     with pytest.raises(ApiError, match="No ready worker for model 'other'") as caught:
         made.max_model_len("other")
     assert caught.value.status == 503
+
+
+def test_the_context_stays_known_while_a_worker_is_there() -> None:
+    large = FakeWorker("a", max_model_len=2048)
+    small = FakeWorker("b", max_model_len=1024)
+    made = registry(large, small)
+    for worker in (small, large):
+        worker.state = "not_ready"
+        made.changed(worker)
+    assert made.known_max_model_len("m") == 1024
+    with pytest.raises(ApiError, match="No ready worker for model 'm'"):
+        made.max_model_len("m")
+    made.remove("b")
+    assert made.known_max_model_len("m") == 2048
+    made.remove("a")
+    assert made.known_max_model_len("m") is None
 
 
 def test_samples_tell_of_every_worker_and_of_each_of_its_ranks() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from structlog.testing import capture_logs
 from smgd.core import RequestIds, Sampling, WorkerState
 from smgd.engine import paths
 from smgd.engine.dialects.vllm import VllmDialect
+from smgd.engine.link import LinkSettings
 from smgd.engine.zmqio import ZmqContext
 from smgd.errors import ApiError, EngineLostError, WorkerError
 from smgd.wire import vllm as wire
 from smgd.workers.registry import Registry
 from smgd.workers.zmq import ZmqWorker, binder
-from tests.engine_unit.scripted import Inbox, ScriptedEngine, outputs, request
+from tests.engine_unit.scripted import Inbox, ScriptedEngine, outputs, registration, request
 
 
 class Bench:
@@ -36,7 +38,7 @@ class Bench:
         self.worker = self.new_worker()
         self.registry.add(self.worker)
 
-    def new_worker(self, engines: int = 1) -> ZmqWorker:
+    def new_worker(self, engines: int = 1, **settings: float) -> ZmqWorker:
         return ZmqWorker(
             self.addresses,
             "m",
@@ -45,6 +47,7 @@ class Bench:
             binder(self._context),
             engines=engines,
             vocab_size=100,
+            settings=LinkSettings(**settings),  # type: ignore[arg-type]
             on_change=self.registry.changed,
         )
 
@@ -135,11 +138,13 @@ async def test_every_order_of_the_handshake(bench: Bench, order: str) -> None:
         else:
             addresses = await engine.hello(bench.addresses.handshake)
             engine.connect(addresses["inputs"][0], addresses["outputs"][0])
+        assert bench.worker.loading == (order != "no hello")
         steps = [engine.ready, engine.register]
         for step in steps if order == "ready, register" else reversed(steps):
             await step()
             await trio.sleep(0.05)
         await bench.until("ready")
+        assert not bench.worker.loading
         request_id, _ = bench.submit()
         while not (ids := await engine.take_ids()):
             pass  # a call: an engine whose HELLO was not heard may be asked whether it is there
@@ -168,6 +173,7 @@ async def test_a_killed_engine_fails_requests_at_once_and_its_successor_is_serve
             await bench.until("not_ready")
         assert isinstance(inbox.errors[0], EngineLostError)
         assert bench.registry.candidates("m") == []
+        assert bench.registry.known_max_model_len("m") == 2048  # what it has told stays
         successor = bench.engine()
         await successor.start(bench.addresses.handshake)
         with trio.fail_after(1):
@@ -197,6 +203,76 @@ async def test_a_frozen_engine_is_replaced_by_one_with_the_same_identity(bench: 
         assert bench.worker.state == "ready"
         again, _ = bench.submit()
         assert await successor.take_ids() == [again]
+
+
+@pytest.mark.parametrize("removed", ["sockets", "input", "output", "directory"])
+async def test_an_engine_is_served_although_somebody_has_removed_files(
+    bench: Bench, removed: str
+) -> None:
+    files = {"input": bench.addresses.sockets[:1], "output": bench.addresses.sockets[1:]}
+    async with bench.serving() as engine:
+        if removed == "directory":
+            shutil.rmtree(bench.addresses.lock.parent)
+        else:
+            for path in files.get(removed, bench.addresses.sockets):
+                path.unlink()
+        request_id, inbox = bench.submit()
+        assert await engine.take_ids() == [request_id]  # the connections have lost nothing
+        await engine.say(outputs((request_id, [5], 1)))
+        await inbox.ended()
+        engine.die()
+        await bench.until("not_ready")
+        successor = bench.engine()
+        with trio.fail_after(3):
+            await successor.start(bench.addresses.handshake)
+            await bench.until("ready")
+        request_id, inbox = bench.submit()
+        assert await successor.take_ids() == [request_id]
+        await successor.say(outputs((request_id, [6], 1)))
+        await inbox.ended()
+        assert inbox.ids == [6]
+    assert [path.name for path in bench.addresses.lock.parent.iterdir()] == ["engine-0.engine.json"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await trio.sleep(0.01)
+
+
+async def start(engine: ScriptedEngine, handshake: str, process: int) -> None:
+    """Start an engine as one of those that do not stand and fall together."""
+    addresses = await engine.hello(handshake)
+    engine.connect(addresses["inputs"][0], addresses["outputs"][0])
+    await engine.register(registration(instance_id=f"process {process}"))
+    await engine.ready()
+
+
+async def test_files_are_made_anew_while_an_engine_works(bench: Bench) -> None:
+    """Its request, its connections and the worker's state live on; an engine more finds its way."""
+    bench.registry.remove(bench.worker.id)
+    worker = bench.worker = bench.new_worker(engines=2, look_interval=0.05)
+    bench.registry.add(worker)
+    async with bench.running():
+        engines = [bench.engine(0), bench.engine(1)]
+        for index, engine in enumerate(engines):
+            await start(engine, bench.addresses.handshake, index)
+        await bench.until("ready")
+        submitted = [bench.submit() for _ in engines]
+        for _ in range(3):
+            for path in bench.addresses.sockets:
+                path.unlink()
+            await until(lambda: all(path.exists() for path in bench.addresses.sockets))
+        engines[1].die()
+        await submitted[1][1].ended()
+        again = bench.engine(1)
+        await start(again, bench.addresses.handshake, 1)
+        await until(lambda: worker.usable == [0, 1])
+        request_id, inbox = submitted[0]
+        assert (await engines[0].take_ids())[0] == request_id
+        await engines[0].say(outputs((request_id, [5], 1)))
+        await inbox.ended()
+        assert (inbox.ids, inbox.errors) == ([5], [])
+        assert worker.counts.losses == 1
 
 
 @pytest.mark.parametrize("half", ["input", "output"])

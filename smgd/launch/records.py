@@ -1,0 +1,135 @@
+"""Which process an engine is that outlives smgd: a file beside its sockets, for the next start.
+
+A record is for our eyes only and holds no secret: what an engine was started with is in it as a
+digest. One that cannot be read counts as none, and its engine is a stray then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Container
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import structs
+
+from smgd.launch.plan import EngineSpec
+
+_SUFFIX: Final = ".process.json"
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A process: a number may be used again, but not with the same start.
+
+    `began` is in clock ticks since boot, 0 for one that had ended at once; `digest` as below;
+    `grace` is what its guardian was told, in seconds. `served` tells an engine that has said all
+    that it has to say to some smgd from one that was still loading its model.
+    """
+
+    pid: int
+    began: int
+    digest: str
+    grace: float = 0.0
+    served: bool = False
+
+    @classmethod
+    def of(cls, pid: int, digest: str, grace: float) -> Record:
+        """Return the record of a process that was just started."""
+        return cls(pid, began(pid), digest, grace)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether that process is still there."""
+        return self.began != 0 and began(self.pid) == self.began
+
+
+class RecordFile:
+    """The file of one engine's record."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._path = Path(f"{spec.path}{_SUFFIX}")
+
+    def read(self) -> Record | None:
+        """Return the record; None if there is none that can be read."""
+        return _read(self._path)
+
+    def write(self, record: Record) -> None:
+        """Write a record at once: it is whole or not there. Raises OSError."""
+        new = self._path.with_suffix(".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with os.fdopen(os.open(new, flags, 0o600), "wb") as stream:
+            stream.write(msgspec.json.encode(record))
+        new.replace(self._path)
+
+    def note_served(self) -> None:
+        """Write down that the engine has served. Raises OSError."""
+        record = self.read()
+        if record is not None:
+            self.write(structs.replace(record, served=True))
+
+    def remove(self) -> None:
+        """Remove the file, if there is one. Raises OSError."""
+        self._path.unlink(missing_ok=True)
+
+
+class Forgotten(msgspec.Struct, frozen=True):
+    """An engine that was left running and is not configured any more."""
+
+    name: str
+    pid: int
+
+
+def forgotten(directory: str, known: Container[str]) -> list[Forgotten]:
+    """Return the engines left running in a directory of sockets, save for those `known` by name.
+
+    Those of another smgd that runs are not forgotten.
+    """
+    found: list[Forgotten] = []
+    for file in sorted(Path(directory).glob(f"engine-*{_SUFFIX}")):
+        name = file.name.removesuffix(_SUFFIX)
+        record = _read(file)
+        if name in known or record is None or not record.is_alive:
+            continue
+        if not _is_used(file.with_name(f"{name}.lock")):
+            found.append(Forgotten(name, record.pid))
+    return found
+
+
+def digest(spec: EngineSpec) -> str:
+    """Return what is another if a running engine could not do what this one would."""
+    what = [spec.argv, sorted(spec.env.items()), spec.runtime, spec.model]
+    return hashlib.sha256(msgspec.json.encode(what)).hexdigest()
+
+
+def log_file(spec: EngineSpec) -> Path:
+    """Return where the output of an engine goes that outlives smgd."""
+    return Path(f"{spec.path}.log")
+
+
+def began(pid: int) -> int:
+    """Return when a process began, in clock ticks since boot; 0 if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except FileNotFoundError:
+        return 0
+    # Behind the name, which may hold anything, come the fields from the third on; it is the 22nd.
+    state, *fields = stat.rpartition(b")")[2].split()
+    return 0 if state == b"Z" else int(fields[18])
+
+
+def _read(file: Path) -> Record | None:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _is_used(lock: Path) -> bool:
+    """Tell whether another smgd uses an engine's sockets: its pid is in the lock beside them."""
+    try:
+        owner = lock.read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return owner.isdecimal() and int(owner) != os.getpid() and began(int(owner)) != 0
