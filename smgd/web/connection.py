@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import trio
@@ -26,6 +26,7 @@ from smgd.web.hyper import (
     Event,
     RawData,
     TaskGroup,
+    TCPServer,
     Updated,
     WorkerContext,
     parse_socket_addr,
@@ -67,7 +68,7 @@ class Shared:
             await self._empty.wait()
 
 
-class Connection:
+class Connection(TCPServer):
     """A client's connection, whatever protocol it speaks.
 
     `busy` is true from the head of a request to the end of its answer; `expires_at` is on trio's
@@ -75,7 +76,9 @@ class Connection:
     """
 
     def __init__(self, shared: Shared, lowest: DeadlineStream, tls: TlsStream | None) -> None:
-        self.stream: trio.abc.Stream = tls or lowest
+        # Hypercorn's annotation knows only TLS; it takes any stream.
+        stream = cast("Any", tls or lowest)
+        super().__init__(shared.app, shared.config, shared.context, {}, stream)
         self.raw = lowest.raw
         self.direct = tls is None
         self.busy = False
@@ -89,7 +92,6 @@ class Connection:
         self._in_head = False
         self._ending = False
         self._idle_again = trio.Event()
-        self._sending = trio.Lock()
 
     async def run(self) -> None:
         """Serve the connection to its end. Raises what is a fault of ours."""
@@ -136,9 +138,8 @@ class Connection:
             server=parse_socket_addr(raw.family, raw.getsockname()),
         )
         async with TaskGroup() as group:
-            shared = self._shared
-            self.protocol = shared.protocols(
-                shared.app, shared.config, shared.context, group, self, peers, alpn
+            self.protocol = self._shared.protocols(
+                self.app, self.config, self.context, group, self, peers, alpn
             )
             self.request_ended()
             await self.protocol.initiate()
@@ -196,7 +197,7 @@ class Connection:
 
     async def _send(self, data: bytes) -> None:
         """Send bytes for Hypercorn: not together with others, nor half of them for a cancel."""
-        async with self._sending:
+        async with self.send_lock:
             try:
                 with trio.CancelScope(shield=True):
                     await self.stream.send_all(data)
@@ -209,7 +210,7 @@ class Connection:
     @property
     def stopping(self) -> bool:
         """Whether no further request is to be taken."""
-        return bool(self._shared.context.terminated.is_set())
+        return bool(self.context.terminated.is_set())
 
     async def receive(self) -> bytes:
         """Wait for bytes; none when the client sends no more or is gone."""

@@ -8,6 +8,8 @@ assigned into its modules, and no other module of ours imports it (what it does 
   `Closed` and `Updated(idle)`, and may raise `trio.BrokenResourceError`; `stream_send` takes what a
   stream says, at last `EndBody` and `StreamClosed`.
 - `StreamBuffer`: what HTTP/2 has not sent of a stream.
+- `TCPServer`, `ProtocolWrapper`: a connection, and which protocol it speaks; of the former only the
+  attributes and `send_lock`, which keeps sends apart, of the latter `initiate`.
 - `TaskGroup`, `WorkerContext`: a nursery for each connection; `terminated` makes protocols close.
 - `Config`: the attributes that `make_config` sets.
 """
@@ -39,11 +41,13 @@ try:
     from hypercorn.config import Config
     from hypercorn.events import Closed, Event, RawData, Updated
     from hypercorn.logging import Logger
+    from hypercorn.protocol import ProtocolWrapper
     from hypercorn.protocol.events import EndBody, StreamClosed
     from hypercorn.protocol.h2 import H2Protocol, StreamBuffer
     from hypercorn.protocol.h11 import H2ProtocolAssumedError as Http2Assumed
     from hypercorn.protocol.h11 import H11Protocol
     from hypercorn.trio.task_group import TaskGroup
+    from hypercorn.trio.tcp_server import TCPServer
     from hypercorn.trio.worker_context import WorkerContext
     from hypercorn.typing import ConnectionState
     from hypercorn.utils import parse_socket_addr
@@ -61,11 +65,13 @@ __all__ = [
     "H11Protocol",
     "Http2Assumed",
     "Message",
+    "ProtocolWrapper",
     "RawData",
     "Receive",
     "Scope",
     "Send",
     "StreamClosed",
+    "TCPServer",
     "TaskGroup",
     "Updated",
     "WorkerContext",
@@ -101,6 +107,8 @@ _SEAMS = {
         "connection priority stream_buffers streams",
     ),
     StreamBuffer: ("close complete", "buffer"),
+    TCPServer: ("run protocol_send _read_data", "app config context send_lock stream"),
+    ProtocolWrapper: ("initiate handle", "protocol"),
     TaskGroup: ("__aenter__ __aexit__ spawn spawn_app", ""),
     WorkerContext: ("", "terminated"),
     Logger: ("access exception", ""),
@@ -108,6 +116,7 @@ _SEAMS = {
 _CONSTRUCTORS = {
     H11Protocol: "app config context task_group connection_state ssl client server send",
     H2Protocol: "app config context task_group connection_state ssl client server send",
+    TCPServer: "app config context state stream",
     TaskGroup: "",
     WorkerContext: "max_requests",
 }

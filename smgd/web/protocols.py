@@ -26,6 +26,7 @@ from smgd.web.hyper import (
     H2Protocol,
     H11Protocol,
     Http2Assumed,
+    ProtocolWrapper,
     RawData,
     StreamClosed,
     TaskGroup,
@@ -244,7 +245,7 @@ class Peers(msgspec.Struct, frozen=True):
     server: tuple[str, int] | None
 
 
-class Protocols:
+class Protocols(ProtocolWrapper):
     """Which protocol speaks on a connection: chosen by ALPN, changed by HTTP/2's preface."""
 
     protocol: Any
@@ -277,10 +278,6 @@ class Protocols:
     def http1(self) -> Any:
         """Return a protocol for HTTP/1.x."""
         return StockH11(*self._arguments)
-
-    async def initiate(self) -> None:
-        """Begin the connection, as its protocol wants it."""
-        await self.protocol.initiate()
 
     async def handle(self, event: Event) -> None:
         """Take bytes, or the end."""
