@@ -34,7 +34,7 @@ from typing import Any
 from tokenizers import Tokenizer, models
 
 from smgd.text.description import steps
-from smgd.text.segments import overlaps
+from smgd.text.segments import has_border, overlaps
 
 _ODD = r"[^\0-&(-\x7f]"  # an apostrophe, or not ASCII: a letter before it is no place to cut
 _GAP = r"[^ A-Za-z]*+(?:(?<=[\s\u180e]) +(?![!-/:-~])[^ A-Za-z]*+)*"  # up to a letter or a cut
@@ -80,7 +80,10 @@ _SAMPLE = (
 
 
 def divide(ids: list[int], separator: int) -> list[list[int]]:
-    """Return the ids of the units of a text that were encoded with a separator between them."""
+    """Return the ids of the units of a text that were encoded with a separator between them.
+
+    Where the separator's id stands for other text as well, there are more than there were units.
+    """
     divided = []
     start = 0
     with suppress(ValueError):  # there is no further one
@@ -108,10 +111,14 @@ def separator_of(backend: Tokenizer, tokens: Mapping[str, int]) -> str | None:
 
 
 def _is_separate(token: str, added: Set[str]) -> bool:
-    """Tell whether a token is found between any texts, and its id never stands for another."""
+    """Tell whether a token is found just where it stands between any texts that have none.
+
+    None may be found earlier that begins in the text before it, not even the token itself. And its
+    id must not stand for another text.
+    """
     # Bytes are spelt by characters up to U+0143, of which only ASCII stand for themselves.
     is_unique = token.isascii() or max(token) > "\u0143"
-    return is_unique and not overlaps(token, added - {token})
+    return is_unique and not has_border(token) and not overlaps(token, added - {token})
 
 
 def _is_independent(backend: Tokenizer) -> bool:

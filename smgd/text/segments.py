@@ -6,9 +6,13 @@ do not depend on its neighbours and can be kept. That is a property of most toke
 `splitter` proves it for the one at hand from its own description, and compares on a sample; where
 either fails there is no cache.
 
-Two things break it. Metaspace with `prepend_scheme: first` treats the start of the whole text
-apart. And an added token that takes part in the same search but is not one we cut at (since it
-swallows spaces beside it, say) may overlap with one that is.
+Three things break it. Metaspace with `prepend_scheme: first` treats the start of the whole text
+apart. An added token that is not one we cut at (since it swallows spaces beside it, say) may
+overlap with one that is. And such a token may look across a cut: for a character of a word where it
+has to be a word of its own, for spaces where it swallows them.
+
+A text comes in blocks: however long it is, and of however many pieces, each step on the loop is
+short, and what is held beside the ids is a block's.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -25,8 +29,16 @@ from smgd.text.description import steps
 
 # Bytes of keys and ids together. A conversation of 8,000 tokens takes about 70 KB.
 CACHE_BYTES = 32 * 1024 * 1024
+# More pieces than this are not kept: once in a while they are moved to a larger table at one go.
+ENTRIES = 32_768
 # A single piece that would take more than this share of the cache is not kept.
 LARGEST_SHARE = 8
+# Characters and pieces of a block. In a thread one takes some 10 ms, and up to a millisecond to
+# hand its ids over, which holds the GIL; pieces that are known take a quarter of one on the loop.
+BLOCK = 65_536
+MOST_PIECES = 384
+# Ids that are copied at one go.
+STRIDE = 16_384
 
 _SAMPLE = ("user\nHello,  world!\n", " ", "\n", "x", "  indented\tline ", "Zürich 12,345 漢字🙂")
 
@@ -38,7 +50,7 @@ def splitter(backend: Tokenizer) -> re.Pattern[str] | None:
     others = [token for token in added.values() if token.content not in cuts]
     if not cuts or any(map(_looks_at_start, steps(backend.pre_tokenizer, "pretokenizers"))):
         return None
-    if any(_compete(added[cut], other) for cut in cuts.values() for other in others):
+    if any(_disturbs(other, added[cut]) for cut in cuts.values() for other in others):
         return None
     # The search in the backend prefers the longest of the tokens that begin at a place.
     longest_first = sorted(cuts, key=len, reverse=True)
@@ -67,9 +79,20 @@ def _is_plain(token: AddedToken) -> bool:
     return bool(token.content) and not (token.lstrip or token.rstrip or token.single_word)
 
 
-def _compete(cut: AddedToken, other: AddedToken) -> bool:
-    """Tell whether a search may find the other token where the text would be cut."""
-    return cut.normalized == other.normalized and overlap(cut.content, other.content)
+def _disturbs(other: AddedToken, cut: AddedToken) -> bool:
+    """Tell whether the other token may claim, or look at, what a cut would take out of sight."""
+    if cut.normalized == other.normalized and overlap(cut.content, other.content):
+        return True
+    ends = (cut.content[0], cut.content[-1])
+    if other.single_word and any(map(_may_be_of_word, ends)):
+        return True
+    # Spaces taken by a token are gone from a search after it.
+    return (other.lstrip or other.rstrip) and any(map(str.isspace, ends))
+
+
+def _may_be_of_word(char: str) -> bool:
+    # Rust's idea of a word's characters is wider than Python's, but has no more of ASCII.
+    return char.isalnum() or char == "_" or not char.isascii()
 
 
 def _looks_at_start(step: dict[str, Any]) -> bool:
@@ -85,11 +108,17 @@ def overlap(one: str, other: str) -> bool:
     """Tell whether two tokens can claim the same characters."""
     if one in other or other in one:
         return True
-    return any(
-        a.endswith(b[:length])
-        for a, b in ((one, other), (other, one))
-        for length in range(1, min(len(a), len(b)))
-    )
+    return _continues(one, other) or _continues(other, one)
+
+
+def has_border(token: str) -> bool:
+    """Tell whether a token begins as it ends, so that it can overlap with itself."""
+    return _continues(token, token)
+
+
+def _continues(one: str, other: str) -> bool:
+    """Tell whether the other token can begin within the first, and end after it."""
+    return any(one.endswith(other[:length]) for length in range(1, min(len(one), len(other))))
 
 
 def _agrees(backend: Tokenizer, pattern: re.Pattern[str], cuts: list[str]) -> bool:
@@ -110,55 +139,113 @@ def cut_at(pattern: re.Pattern[str], text: str) -> list[str]:
     return [piece for piece in pattern.split(text) if piece]
 
 
+def segment_cache(backend: Tokenizer) -> SegmentCache | None:
+    """Return a cache for a tokenizer, or None for one whose pieces depend on their neighbours."""
+    pattern = splitter(backend)
+    return None if pattern is None else SegmentCache(pattern, cut_tokens(backend))
+
+
 class SegmentCache:
     """The ids of pieces, least recently used first out; bounded in bytes.
 
-    `hits` and `misses` count the pieces between the tokens that texts are cut at. These tokens are
-    always found, and would hide how the others fare.
+    `pattern` matches the `tokens` that texts are cut at, whose ids are always known. `hits` and
+    `misses` count the pieces between them. Belongs to one thread.
     """
 
-    def __init__(self, pattern: re.Pattern[str], limit: int = CACHE_BYTES) -> None:
+    def __init__(
+        self, pattern: re.Pattern[str], tokens: Mapping[str, int], limit: int = CACHE_BYTES
+    ) -> None:
         self._pattern = pattern
+        self._tokens = {text: (token_id,) for text, token_id in tokens.items()}
+        self._longest = max(map(len, tokens))
         self._limit = limit
         self._ids: OrderedDict[str, array[int]] = OrderedDict()
         self.size = 0
         self.hits = 0
         self.misses = 0
 
-    def look_up(self, text: str) -> list[str | array[int]]:
-        """Return a text's pieces in order, each as its ids if they are known."""
-        known = self._ids
-        parts: list[str | array[int]] = []
-        for place, piece in enumerate(self._pattern.split(text)):
-            if not piece:
-                continue
-            is_between = place % 2 == 0
-            ids = known.get(piece)
-            if ids is None:
-                self.misses += is_between
-                parts.append(piece)
-            else:
-                self.hits += is_between
-                known.move_to_end(piece)
-                parts.append(ids)
-        return parts
+    def look_up(self, text: str) -> Iterator[list[str | Sequence[int]]]:
+        """Yield a text's pieces in order and in blocks, each piece as its ids if they are known.
 
-    def assemble(self, parts: Iterable[str | array[int]], new: dict[str, list[int]]) -> list[int]:
-        """Return the ids of looked-up pieces, given those of the `new` ones, and remember these."""
-        ids: list[int] = []
-        for part in parts:
-            ids += new[part] if isinstance(part, str) else part
-        for piece, piece_ids in new.items():
-            self._remember(piece, piece_ids)
+        A text of at most `BLOCK` characters and few pieces is one block. One may be empty: then a
+        long piece was not at its end yet.
+        """
+        tokens, find = self._tokens, self._find
+        if len(text) <= BLOCK:  # the same at half the cost, and nearly every text is one
+            splits = MOST_PIECES // 2
+            pieces = self._pattern.split(text, splits)
+            if len(pieces) <= 2 * splits:  # else there may be more
+                yield [
+                    tokens[piece] if place % 2 else find(piece)
+                    for place, piece in enumerate(pieces)
+                    if piece
+                ]
+                return
+        parts: list[str | Sequence[int]] = []
+        start = place = 0  # of the piece, and of the search
+        while place < len(text):
+            limit = place + BLOCK
+            # A token that begins before the limit is in sight as a whole.
+            for match in self._pattern.finditer(text, place, limit + self._longest):
+                begin, end = match.span()
+                if begin >= limit:
+                    break
+                if begin > start:
+                    parts.append(find(text[start:begin]))
+                parts.append(tokens[text[begin:end]])
+                start = end
+                if len(parts) >= MOST_PIECES:
+                    yield parts
+                    parts = []
+            place = max(limit, start)
+            if place < len(text):
+                yield parts
+                parts = []
+        if start < len(text):
+            parts.append(find(text[start:]))
+        yield parts
+
+    def _find(self, piece: str) -> str | array[int]:
+        ids = self._ids.get(piece)
+        if ids is None:
+            self.misses += 1
+            return piece
+        self.hits += 1
+        self._ids.move_to_end(piece)
         return ids
 
-    def _remember(self, piece: str, ids: list[int]) -> None:
-        size = _size(piece, ids)
-        if piece in self._ids or size > self._limit // LARGEST_SHARE:
+    def assemble(
+        self,
+        parts: Iterable[str | Sequence[int]],
+        new: Mapping[str, Sequence[int]],
+        ids: list[int],
+    ) -> Iterator[None]:
+        """Append the ids of a block, given those of its `new` pieces, and remember these.
+
+        Yields after each `STRIDE` of a long piece.
+        """
+        for part in parts:
+            found = new[part] if isinstance(part, str) else part
+            if len(found) <= STRIDE:
+                ids += found
+                continue
+            for start in range(0, len(found), STRIDE):
+                ids += found[start : start + STRIDE]
+                yield
+        for piece, piece_ids in new.items():
+            if _size(piece, piece_ids) <= self._limit // LARGEST_SHARE:
+                packed = array("I", piece_ids[:STRIDE])
+                for start in range(STRIDE, len(piece_ids), STRIDE):
+                    yield
+                    packed.extend(piece_ids[start : start + STRIDE])
+                self._remember(piece, packed)
+
+    def _remember(self, piece: str, ids: array[int]) -> None:
+        if piece in self._ids:  # another request was faster
             return
-        self._ids[piece] = array("I", ids)
-        self.size += size
-        while self.size > self._limit:
+        self._ids[piece] = ids
+        self.size += _size(piece, ids)
+        while self.size > self._limit or len(self._ids) > ENTRIES:
             self.size -= _size(*self._ids.popitem(last=False))
 
 

@@ -18,8 +18,9 @@ import tokenizers
 from tokenizers import AddedToken
 
 from smgd.errors import ModelError
+from smgd.text.cuts import divide
 from smgd.text.hub import read_json
-from smgd.text.segments import SegmentCache, splitter
+from smgd.text.segments import segment_cache
 from smgd.text.vocab import Vocabulary
 from smgd.text.words import word_cache
 
@@ -52,9 +53,8 @@ class Tokenizer:
         # Clients tend to send the same stop strings with every request.
         self.only_token = lru_cache(maxsize=1024)(self._only_token)
         self.longest_token = max(map(len, backend.get_vocab()), default=1)
-        pattern = splitter(backend)
-        self.segments = None if pattern is None else SegmentCache(pattern)
-        self.words = None if pattern is None else word_cache(backend)
+        self.segments = segment_cache(backend)
+        self.words = None if self.segments is None else word_cache(backend)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -93,6 +93,14 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, without special tokens. Releases the GIL as well."""
         return self._encode(texts, add_special_tokens=False)
+
+    def encode_units(self, units: Sequence[str]) -> list[list[int]]:
+        """Return the ids of units of `words`, encoded as one text: faster than one by one."""
+        if self.words is None:
+            return self.encode_all(units)
+        found = divide(self.encode(self.words.separator.join(units)), self.words.separator_id)
+        # Not so if a unit has the separator's id, as one may that is the unknown token.
+        return found if len(found) == len(units) else self.encode_all(units)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids; ids that no token has are skipped."""

@@ -8,16 +8,20 @@ call for all, and about the time of a token for each gap. A word is learned when
 where it stood alone between known ones, or encoded once more, which only some words of a text are.
 Where most words are unknown, stretches of the text are not even looked at. So a text of nothing but
 unknown words takes little longer than without a cache.
+
+A draft is settled whenever it holds a block of text, and holds nothing after. So each step is short
+and memory bounded, however long the texts are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from tokenizers import Tokenizer
 
-from smgd.text.cuts import PIECES, divide, separator_of
-from smgd.text.segments import cut_tokens
+from smgd.text.cuts import PIECES, separator_of
+from smgd.text.segments import BLOCK, cut_tokens
 
 # Words are forgotten by generations of this many, two of which are kept. A word takes about 210
 # bytes, and 520 at most: 13 MB of the usual ones, 34 MB of the worst.
@@ -35,20 +39,26 @@ LEARNED_EACH = 64
 WORTH = 3
 # Characters that are looked up before it is decided how to go on.
 SLICE = 1024
-# Characters that are looked up at one go: about a quarter of a millisecond.
+# Slices of an unseen stretch that are a unit, with what there is up to the next cut. A longer unit
+# has none.
+UNSEEN = 2
+LONGEST_UNIT = (UNSEEN + 1) * SLICE
+# Characters that are looked up at one go: about a quarter of a millisecond. A text costs as much as
+# so many characters on top of its own.
 TURN = 4096
+EACH = 64
 
 
 class WordCache:
-    """The ids of words of one tokenizer. `tokens` are those that texts are cut at before.
+    """The ids of words of one tokenizer. Belongs to one thread.
 
-    `separator` is one of these that no other overlaps with. Belongs to one thread.
+    `separator`, an added token that nothing overlaps with, stands between units that are encoded at
+    one go; `separator_id` tells their ids apart.
     """
 
-    def __init__(self, tokens: Mapping[str, int], separator: str) -> None:
+    def __init__(self, separator: str, separator_id: int) -> None:
         self.separator = separator
-        self.separator_id = tokens[separator]
-        self._tokens = {text: (token_id,) for text, token_id in tokens.items()}
+        self.separator_id = separator_id
         self._known: dict[str, tuple[int, ...]] = {}
         self._old: dict[str, tuple[int, ...]] = {}
         self._seen: set[str] = set()
@@ -56,43 +66,46 @@ class WordCache:
     def __len__(self) -> int:
         return len(self._known) + len(self._old)
 
-    def look_up(self, draft: Draft, texts: Sequence[str]) -> Iterator[None]:
-        """Put texts into a draft, as `SegmentCache` has cut them; yield after each `TURN`."""
-        done = 0
+    def look_up(self, draft: Draft, texts: Iterable[str]) -> Iterator[bool]:
+        """Put texts that are not empty and have no added tokens into a draft.
+
+        Yields after each `TURN`: whether the draft has to be settled before this goes on.
+        """
+        done = held = 0
         for text in texts:
-            ids = self._tokens.get(text)
-            if ids is not None:
-                draft.parts.append(ids)
-            else:
-                for length in self._walk(draft, text):
-                    done += length
-                    if done >= TURN:
-                        done = 0
-                        yield
-            draft.ends.append(len(draft.parts))
+            draft.begin()
+            done += EACH
+            for length in self._walk(draft, text):
+                done += length
+                if done >= TURN:
+                    held += done
+                    done = 0
+                    yield held >= BLOCK
+                    held %= BLOCK
 
     def _walk(self, draft: Draft, text: str) -> Iterator[int]:
-        """Put a text into a draft slice by slice, giving the length of each that is looked up.
+        """Put a text into a draft slice by slice, giving the length of each.
 
-        Where hardly anything is known, ever longer stretches go unseen; where no cut is in sight,
-        all the rest.
+        Where hardly anything is known, ever longer stretches go unseen; and so does a stretch
+        without a cut.
         """
-        start, skipped = 0, 4 * SLICE
+        start, unseen, skipped = 0, 0, 4 * SLICE
         while start < len(text):
-            end = _cut_after(text, start + SLICE)
-            if end - start > 2 * SLICE:
-                draft.miss(text[start:])
-                return
-            is_known = self._add(draft, text, start, end)
+            if unseen > 0:
+                end = _cut_after(text, start + min(unseen, UNSEEN * SLICE))
+                draft.miss(text[start:end])
+                unseen -= end - start
+            else:
+                end = _cut_after(text, start + SLICE)
+                if end - start > 2 * SLICE:
+                    draft.miss(text[start:end])
+                elif self._add(draft, text, start, end):
+                    skipped = SLICE
+                else:
+                    unseen = skipped
+                    skipped *= 2
             yield end - start
             start = end
-            if is_known:
-                skipped = SLICE
-            elif start < len(text):
-                end = _cut_after(text, start + skipped)
-                draft.miss(text[start:end])
-                start = end
-                skipped *= 2
 
     def _add(self, draft: Draft, text: str, start: int, end: int) -> bool:
         """Add what is between two cuts; tell whether most of the words are known."""
@@ -149,53 +162,66 @@ class WordCache:
 class Draft:
     """The ids of some texts, as far as they are known, and what has to be encoded.
 
-    `parts` holds the ids of words in order, with a gap for each run of words that are not known;
-    `ends` tells where each text ends in it; `extra` are words to encode for the cache alone.
+    `texts` has the ids of each text that was begun, as far as they are settled; `units` is what has
+    to be encoded to settle the rest. `extra` are words to encode for the cache alone.
     """
 
-    __slots__ = ("_cache", "_gaps", "_learned", "_units", "ends", "extra", "parts")
+    __slots__ = ("_cache", "_gaps", "_learned", "_missed", "_starts", "extra", "parts", "texts")
 
     def __init__(self, cache: WordCache) -> None:
         self._cache = cache
-        self._gaps: list[int] = []
-        self._units: list[str] = []
+        self.texts: list[list[int]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        # The ids of words in order, with a gap for each unit; and where in them texts begin.
         self.parts: list[Sequence[int]] = []
-        self.ends: list[int] = []
-        self.extra: dict[str, None] = {}
+        self._starts: list[int] = []
+        self._gaps: list[int] = []
+        self._missed: list[str] = []
         self._learned: list[int] = []
+        self.extra: dict[str, None] = {}
+
+    def begin(self) -> None:
+        """Begin a text: the ids of another are complete."""
+        self._starts.append(len(self.parts))
 
     def miss(self, unit: str, is_learned: bool = False) -> None:
         """Leave a gap for the ids of a unit, which is a single word if it is learned."""
         if is_learned:
-            self._learned.append(len(self._units))
+            self._learned.append(len(self._missed))
         self._gaps.append(len(self.parts))
         self.parts.append(())
-        self._units.append(unit)
+        self._missed.append(unit)
 
     @property
-    def unknown(self) -> str:
-        """The text to encode; empty if all is known."""
-        return self._cache.separator.join([*self._units, *self.extra])
+    def units(self) -> list[str]:
+        """What has to be encoded; empty if all is known."""
+        return [*self._missed, *self.extra]
 
-    def finish(self, ids: list[int]) -> list[list[int]]:
-        """Return the ids of each text, given those of `unknown`, and remember what is learned."""
-        if self._units:
-            found = divide(ids, self._cache.separator_id)
-            for gap, unit_ids in zip(self._gaps, found, strict=False):
+    def settle(self, found: Sequence[Sequence[int]]) -> None:
+        """Take the ids of each of the `units`: add all ids to `texts`, remember what is learned."""
+        if found:
+            count = len(self._gaps)
+            for gap, unit_ids in zip(self._gaps, found[:count], strict=True):
                 self.parts[gap] = unit_ids
             for place in self._learned:
-                self._cache.learn(self._units[place], found[place])
-            for word, word_ids in zip(self.extra, found[len(self._gaps) :], strict=True):
+                self._cache.learn(self._missed[place], found[place])
+            for word, word_ids in zip(self.extra, found[count:], strict=True):
                 self._cache.learn(word, word_ids)
-        texts = []
-        start = 0
-        for end in self.ends:
-            text_ids: list[int] = []
-            for part in self.parts[start:end]:  # faster than itertools.chain
-                text_ids += part
-            texts.append(text_ids)
-            start = end
-        return texts
+        # Before the first start, parts are of the text that was the last to begin.
+        bounds = [*self._starts, len(self.parts)]
+        if bounds[0]:
+            self._extend(0, bounds[0])
+        for start, end in pairwise(bounds):
+            self.texts.append([])
+            self._extend(start, end)
+        self._clear()
+
+    def _extend(self, start: int, end: int) -> None:
+        text_ids = self.texts[-1]
+        for part in self.parts[start:end]:  # faster than itertools.chain
+            text_ids += part
 
 
 def _fill(
@@ -229,17 +255,26 @@ def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _cut_after(text: str, place: int) -> int:
-    """Return the next cut after a place, or the end of the text if none is less than `SLICE` away.
+    """Return the next cut after a place; where none is less than `SLICE` away, after a later one.
 
-    What ends a piece is a cut wherever the search begins.
+    What ends a piece is a cut wherever the search begins. A text's end is one as well.
     """
-    limit = place + SLICE
-    match = PIECES.match(text, place, limit)
-    return match.end() if match and match.end() < limit else len(text)
+    further = BLOCK
+    while place < len(text):
+        limit = place + SLICE
+        match = PIECES.match(text, place, limit)
+        if match and match.end() < limit:
+            return match.end()
+        place += further
+        further *= 2  # of a text without cuts only a few places are looked at
+    return len(text)
 
 
 def word_cache(backend: Tokenizer) -> WordCache | None:
-    """Return a cache for a tokenizer, or None for one whose words depend on what is around them."""
+    """Return a cache for a tokenizer, or None for one whose words depend on what is around them.
+
+    It has to be one with a `segment_cache`.
+    """
     tokens = cut_tokens(backend)
     separator = separator_of(backend, tokens)
-    return None if separator is None else WordCache(tokens, separator)
+    return None if separator is None else WordCache(separator, tokens[separator])

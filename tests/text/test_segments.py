@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import trio
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from smgd.text import segments
 from smgd.text.model import load_model
-from smgd.text.segments import SegmentCache, cut_tokens, splitter
+from smgd.text.segments import SegmentCache, cut_tokens, segment_cache, splitter
 from smgd.text.stage import TextStage
 from smgd.text.tokenizer import Tokenizer as SmgdTokenizer
 
@@ -54,6 +54,13 @@ def adding(*tokens: AddedToken) -> Callable[[Tokenizer], None]:
     return adjust
 
 
+def cache_of(backend: Tokenizer, limit: int = segments.CACHE_BYTES) -> SegmentCache:
+    """Return an empty cache for a tokenizer that may have one."""
+    pattern = splitter(backend)
+    assert pattern is not None
+    return SegmentCache(pattern, cut_tokens(backend), limit)
+
+
 def plain(text: str) -> AddedToken:
     return AddedToken(text, normalized=False)
 
@@ -67,6 +74,9 @@ PROVEN = {
     "further tokens after the normalizer": make(adding(AddedToken("<|a", normalized=True))),
     "normalized tokens, nothing normal": make(adding(AddedToken("xy", normalized=True))),
     "normalized tokens that overlap": make(adding(AddedToken("|>x", normalized=True))),
+    "a token that is a word beside punctuation": make(
+        adding(AddedToken("xy", normalized=False, single_word=True))
+    ),
     "built-in": load_model("smgd-sim").tokenizer.backend,
 }
 
@@ -82,6 +92,15 @@ UNPROVEN = {
     ),
     "a token that overlaps one and swallows": make(
         adding(AddedToken("x<|", normalized=False, lstrip=True))
+    ),
+    "a token that is a word beside one that ends in a letter": make(
+        adding(AddedToken("xy", normalized=False, single_word=True), plain("<|end"))
+    ),
+    "a token that is a word beside one that begins with a letter": make(
+        adding(AddedToken("xy", normalized=False, single_word=True), plain("_>"))
+    ),
+    "a token that swallows before one that is spaces": make(
+        adding(AddedToken("xy", normalized=False, rstrip=True), AddedToken(" a", normalized=True))
     ),
 }
 
@@ -106,16 +125,33 @@ texts = st.lists(
 
 
 @pytest.mark.parametrize("name", PROVEN)
-@settings(max_examples=50)
-@given(conversation=st.lists(texts, max_size=4))
-async def test_equal_to_plain_encoding_cold_and_warm(name: str, conversation: list[str]) -> None:
+@settings(max_examples=50, deadline=None)
+@given(
+    conversation=st.lists(texts, max_size=4),
+    block=st.sampled_from([1, 7, segments.BLOCK]),
+    most=st.sampled_from([1, 3, segments.MOST_PIECES]),
+    stride=st.sampled_from([1, 3, segments.STRIDE]),
+)
+async def test_equal_to_plain_encoding_cold_and_warm(
+    name: str, conversation: list[str], block: int, most: int, stride: int
+) -> None:
     backend = PROVEN[name]
     tokenizer = TOKENIZERS[name]
-    tokenizer.segments = SegmentCache(splitter(backend) or pytest.fail("unproven"))
+    tokenizer.segments = cache_of(backend)
     stage = TextStage()
-    for text in [*conversation, "".join(conversation), *conversation]:
-        expected = backend.encode(text, add_special_tokens=False).ids
-        assert await stage.encode(tokenizer, text) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "BLOCK", block)
+        patch.setattr(segments, "MOST_PIECES", most)
+        patch.setattr(segments, "STRIDE", stride)
+        for text in [*conversation, "".join(conversation), *conversation]:
+            expected = backend.encode(text, add_special_tokens=False).ids
+            assert await stage.encode(tokenizer, text) == expected
+
+
+@pytest.mark.parametrize("name", ["characters", "metaspace first"])
+def test_there_is_a_cache_where_texts_may_be_cut(name: str) -> None:
+    backend = (PROVEN | UNPROVEN)[name]
+    assert (segment_cache(backend) is None) is (name in UNPROVEN)
 
 
 def test_tokens_marked_normalized_are_cut_at_if_nothing_is() -> None:
@@ -148,7 +184,7 @@ async def test_what_is_known_is_not_encoded_again() -> None:
     tokenizer.encode_all = spy  # type: ignore[method-assign, assignment]
     stage = TextStage()
     await stage.encode(tokenizer, "<|a|>one<|b|>two<|b|>one")
-    assert encoded == ["<|a|>", "one", "<|b|>", "two"]
+    assert encoded == ["one", "two"]  # the tokens themselves are always known
     encoded.clear()
     await stage.encode(tokenizer, "<|a|>one<|b|>two<|b|>three")
     assert encoded == ["three"]
@@ -174,9 +210,7 @@ async def test_lookups_are_those_of_texts_between_the_tokens() -> None:
 
 async def test_pieces_forgotten_while_others_are_encoded_are_no_problem() -> None:
     tokenizer = SmgdTokenizer(make(), {})
-    tokenizer.segments = SegmentCache(
-        splitter(tokenizer.backend) or pytest.fail("unproven"), limit=2048
-    )
+    tokenizer.segments = cache_of(tokenizer.backend, limit=2048)
     stage = TextStage(threshold_bytes=0)  # every new piece is encoded in a thread
     results: dict[str, list[int]] = {}
 
@@ -189,23 +223,82 @@ async def test_pieces_forgotten_while_others_are_encoded_are_no_problem() -> Non
     assert results == {text: tokenizer.encode(text) for text in results}
 
 
-def test_the_cache_is_bounded_and_forgets_the_oldest() -> None:
-    pattern = splitter(make())
-    assert pattern is not None
-    cache = SegmentCache(pattern, limit=10_000)
+def look_up(cache: SegmentCache, text: str) -> list[str | Sequence[int]]:
+    return [part for block in cache.look_up(text) for part in block]
+
+
+def assemble(cache: SegmentCache, piece: str, ids: list[int]) -> tuple[list[int], int]:
+    """Learn a piece; return its ids as assembled, and in how many steps."""
+    assembled: list[int] = []
+    steps = sum(1 for _ in cache.assemble([piece], {piece: ids}, assembled))
+    return assembled, steps + 1
+
+
+def test_the_cache_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(make(), limit=10_000)
     for i in range(1000):
-        piece = f"text {i}"
-        assert cache.assemble(cache.look_up(piece), {piece: [i] * 10}) == [i] * 10
+        assert assemble(cache, f"text {i}", [i] * 10) == ([i] * 10, 1)
         assert cache.size <= 10_000
-    assert cache.look_up("text 999") == [array("I", [999] * 10)]
-    assert cache.look_up("text 0") == ["text 0"]
+    assert look_up(cache, "text 999") == [array("I", [999] * 10)]
+    assert look_up(cache, "text 0") == ["text 0"]
+    monkeypatch.setattr(segments, "ENTRIES", 3)
+    for i in range(5):
+        assemble(cache, f"more {i}", [i])
+    assert list(cache._ids) == ["more 2", "more 3", "more 4"]
+    assert cache.size == 3 * segments._size("more 0", [0])
 
 
 def test_a_piece_too_large_is_not_kept() -> None:
-    pattern = splitter(make())
-    assert pattern is not None
-    cache = SegmentCache(pattern, limit=10_000)
+    cache = cache_of(make(), limit=10_000)
     huge = "x" * (10_000 // segments.LARGEST_SHARE + 1)
-    cache.assemble([huge], {huge: [1]})
-    assert cache.look_up(huge) == [huge]
+    assemble(cache, huge, [1])
+    assert look_up(cache, huge) == [huge]
     assert cache.size == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|a|>" * 5000,
+        "".join(f"<|a|>{i}" for i in range(5000)),
+        "x" * 5 * segments.BLOCK,
+        "x" * (segments.BLOCK - 3) + "<|ab|>x",
+        ("x" * 999 + "<|b|>") * 200,
+        "",
+    ],
+    ids=["tokens", "numbers", "long", "at the end of a block", "messages", "empty"],
+)
+def test_a_block_is_bounded_in_pieces_and_characters(text: str) -> None:
+    cache = cache_of(make())
+    blocks = list(cache.look_up(text))
+    assert len(blocks) >= len(text) / (segments.BLOCK + 6)
+    for block in blocks:
+        assert len(block) <= segments.MOST_PIECES + 1
+        # More only if the first piece began in a block before.
+        assert sum(map(len, block[1:])) <= segments.BLOCK + 6
+    back: dict[tuple[int, ...], str] = {cache._tokens[token]: token for token in SPECIALS}
+    pieces = [p if isinstance(p, str) else back[tuple(p)] for block in blocks for p in block]
+    assert "".join(pieces) == text
+    assert len(pieces) == len(segments.cut_at(cache._pattern, text))
+
+
+def test_ids_of_a_long_piece_are_assembled_in_strides() -> None:
+    cache = cache_of(make())
+    ids = list(range(5 * segments.STRIDE // 2))
+    assert assemble(cache, "long", ids) == (ids, 6)  # three to assemble, two more to keep
+    parts = look_up(cache, "long")
+    assembled: list[int] = []
+    lengths = [len(assembled) for _ in cache.assemble(parts, {}, assembled)]
+    assert lengths == [segments.STRIDE, 2 * segments.STRIDE, len(ids)]
+    assert assembled == ids
+
+
+def test_what_is_half_assembled_is_not_kept() -> None:
+    cache = cache_of(make())
+    ids = list(range(3 * segments.STRIDE))
+    steps = cache.assemble(["long"], {"long": ids}, [])
+    for _ in range(4):
+        next(steps)
+        assert cache._ids == {}
+    assert list(steps) == [None]
+    assert cache._ids == {"long": array("I", ids)}

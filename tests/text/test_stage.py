@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,19 @@ import trio
 import trio.testing
 
 from smgd.errors import ModelError
+from smgd.text import segments, words
 from smgd.text.model import load_model
-from smgd.text.stage import QUICK_BYTES, TextStage
+from smgd.text.stage import (
+    GAP_BYTES,
+    GO_BYTES,
+    QUICK_BYTES,
+    THRESHOLD_BYTES,
+    TextStage,
+    _goes,
+)
 from smgd.text.tokenizer import Tokenizer
 from tests.text.make_model import make_backend, write_model
+from tests.text.test_words import make as make_words
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +93,134 @@ async def test_the_loop_goes_on_while_a_long_text_is_encoded(tokenizer: Tokenize
 
     async def count() -> None:
         nonlocal turns
-        while stage.limiter.borrowed_tokens or turns == 0:
+        while True:
             await trio.lowlevel.checkpoint()
-            turns += 1
+            turns += bool(stage.limiter.borrowed_tokens)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(stage.encode, tokenizer, text)
         nursery.start_soon(count)
+        await stage.encode(tokenizer, text)
+        nursery.cancel_scope.cancel()
     # Encoding that held the GIL (some 300 ms) would leave but a few.
     assert turns > 300
+
+
+class Spy:
+    """A tokenizer of words that notes what it encodes at one go on the loop, and in threads."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer(make_words(), {})
+        self.on_loop: list[list[str]] = []
+        self.in_threads: list[list[str]] = []
+        self._encode = self.tokenizer.encode_units
+        self.tokenizer.encode_units = self.encode  # type: ignore[method-assign]
+
+    def encode(self, units: Sequence[str]) -> list[list[int]]:
+        is_loop = threading.current_thread() is threading.main_thread()
+        (self.on_loop if is_loop else self.in_threads).append(list(units))
+        return self._encode(units)
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces have been looked up."""
+        cache = self.tokenizer.segments
+        assert cache is not None
+        return cache.hits + cache.misses
+
+    async def watch(self, text: str) -> Steps:
+        """Encode a text, checking the ids, and tell how much was done in a step of the task."""
+        expected = self.tokenizer.encode(text)
+        steps = Steps(self)
+        trio.lowlevel.add_instrument(steps)
+        try:
+            assert await TextStage().encode(self.tokenizer, text) == expected
+            await trio.lowlevel.checkpoint()
+        finally:
+            trio.lowlevel.remove_instrument(steps)
+        return steps
+
+
+class Steps(trio.abc.Instrument):
+    """Counts what is done between two checkpoints."""
+
+    def __init__(self, spy: Spy) -> None:
+        self._spy = spy
+        self._pieces, self._calls = spy.pieces, len(spy.on_loop)
+        self.count = self.most_pieces = self.most_calls = 0
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        pieces, calls = self._spy.pieces, len(self._spy.on_loop)
+        self.count += 1
+        self.most_pieces = max(self.most_pieces, pieces - self._pieces)
+        self.most_calls = max(self.most_calls, calls - self._calls)
+        self._pieces, self._calls = pieces, calls
+
+
+def unknown_words(count: int) -> str:
+    return "".join(f" {''.join(w)}" for w in islice(product("abcdefghijk", repeat=5), count))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<|a|>" * 20_000, "<|a|>x" * 20_000, "".join(f"<|end|>{i}" for i in range(20_000))],
+    ids=["tokens", "the same between", "numbers between"],
+)
+async def test_a_text_of_many_special_tokens_gives_way(text: str) -> None:
+    spy = Spy()
+    for _ in range(2):
+        steps = await spy.watch(text)
+        assert steps.count >= text.count("<") / segments.MOST_PIECES
+        assert steps.most_pieces <= segments.MOST_PIECES
+        assert steps.most_calls <= 1
+    assert all(sum(map(len, go)) <= GO_BYTES for go in spy.on_loop)
+
+
+async def test_a_long_known_text_gives_way() -> None:
+    spy = Spy()
+    text = "the end of the line" * (4 * segments.BLOCK // 19)
+    for _ in range(6):
+        await spy.watch(text)
+    cache = spy.tokenizer.segments
+    assert cache is not None
+    cache._ids.clear()
+    steps = await spy.watch(text)
+    assert steps.count >= len(text) / words.TURN
+    steps = await spy.watch(text)
+    assert steps.count >= 4  # known as a whole
+
+
+async def test_short_units_are_encoded_on_the_loop_a_few_at_a_time() -> None:
+    spy = Spy()
+    steps = await spy.watch(unknown_words(1800))
+    assert len(spy.on_loop) >= 3
+    assert steps.most_calls == 1
+    assert all(sum(map(len, go)) <= GO_BYTES for go in spy.on_loop)
+    assert spy.in_threads == []
+
+
+async def test_what_is_long_altogether_is_encoded_in_a_thread() -> None:
+    spy = Spy()
+    await spy.watch("<|a|>".join(unknown_words(6000 + i) for i in range(8)))
+    encoded = sum(len(unit) for go in spy.on_loop for unit in go)
+    assert encoded <= THRESHOLD_BYTES
+    assert all(sum(map(len, go)) <= 2 * segments.BLOCK for go in spy.in_threads)
+    assert len(spy.in_threads) >= 4
+
+
+async def test_a_unit_without_a_place_to_cut_is_encoded_in_a_thread() -> None:
+    spy = Spy()
+    for odd in ("a'" * 3000, " " * 6000, "\u6f22" * 4000):
+        await spy.watch(odd)
+        assert spy.in_threads.pop() == [odd]
+    assert spy.on_loop == []
+
+
+def test_goes_are_bounded_and_complete() -> None:
+    units = ["x" * (i * 37 % 900) for i in range(300)]
+    goes = list(_goes(units))
+    assert [unit for go in goes for unit in go] == units
+    assert max(sum(map(len, go)) + GAP_BYTES * len(go) for go in goes) <= GO_BYTES
+    assert list(_goes(["x" * 9999, "y"])) == [["x" * 9999], ["y"]]
 
 
 async def test_whoever_leaves_does_not_wait_for_the_thread() -> None:

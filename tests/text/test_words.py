@@ -26,7 +26,7 @@ from tokenizers import (
     trainers,
 )
 
-from smgd.text import cuts, words
+from smgd.text import cuts, segments, stage, words
 from smgd.text.cuts import PARTIAL_PATTERNS, PATTERNS, PIECES
 from smgd.text.model import load_model
 from smgd.text.stage import TextStage
@@ -147,6 +147,7 @@ UNPROVEN: dict[str, Callable[[], Tokenizer]] = {
     "no token without overlap": partial(
         make, added=[AddedToken(t, normalized=False) for t in ("<|end|>.", "|><", "|><|")]
     ),
+    "only tokens that overlap with themselves": partial(make, special=["***", "||x||", "abXab"]),
 }
 
 
@@ -219,12 +220,24 @@ def utf8(text: str) -> str:
     slice_size=st.sampled_from([6, 30, words.SLICE]),
     generation=st.sampled_from([3, words.GENERATION]),
     worth=st.sampled_from([1, words.WORTH]),
+    turn=st.sampled_from([1, 40, words.TURN]),
+    go_bytes=st.sampled_from([0, 20, stage.GO_BYTES]),
 )
 async def test_equal_to_plain_encoding_whatever_is_known(
-    name: str, conversation: list[str], slice_size: int, generation: int, worth: int
+    name: str,
+    conversation: list[str],
+    slice_size: int,
+    generation: int,
+    worth: int,
+    turn: int,
+    go_bytes: int,
 ) -> None:
     tokenizer = proven(name)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "TURN", turn)
+        patch.setattr(words, "BLOCK", turn)
+        patch.setattr(segments, "BLOCK", turn)
+        patch.setattr(stage, "GO_BYTES", go_bytes)
         patch.setattr(words, "SLICE", slice_size)
         patch.setattr(words, "GENERATION", generation)
         patch.setattr(words, "WORTH", worth)
@@ -380,7 +393,8 @@ async def test_of_an_unknown_text_little_is_looked_up() -> None:
     text = letters(10_000)
     units = await spy.units(text)
     assert "".join(units) == text
-    assert len(units) <= 8
+    assert len(units) <= 32
+    assert max(map(len, units)) <= words.LONGEST_UNIT
     cache = spy.tokenizer.words
     assert cache is not None
     assert len(cache._seen) < 1200
@@ -496,10 +510,12 @@ def test_two_requests_at_a_time_may_learn_the_same() -> None:
 
     expected = backend.encode(" the", add_special_tokens=False).ids
     for draft in [look_up(), look_up(), look_up()]:
-        ids = backend.encode(draft.unknown, add_special_tokens=False).ids
-        assert draft.finish(ids) == [expected]
-    assert look_up().unknown == ""
-    assert look_up().finish([]) == [expected]
+        draft.settle([expected for _ in draft.units])
+        assert draft.texts == [expected]
+    draft = look_up()
+    assert draft.units == []
+    draft.settle([])
+    assert draft.texts == [expected]
 
 
 def test_the_separator_overlaps_with_no_other() -> None:
@@ -507,6 +523,107 @@ def test_the_separator_overlaps_with_no_other() -> None:
     cache = word_cache(make(added=added))
     assert cache is not None
     assert cache.separator == "<|end|>"
+
+
+@pytest.mark.parametrize("token", ["***", "||x||", "abXab", "|||IP_ADDRESS|||"])
+async def test_the_separator_overlaps_not_with_itself(token: str) -> None:
+    assert word_cache(make(special=[token])) is None
+    tokenizer = SmgdTokenizer(make(special=[token, "<|end|>"]), {})
+    assert tokenizer.words is not None
+    assert tokenizer.words.separator == "<|end|>"
+    border = token[: len(token) // 3]
+    text = f"the {border} end{border}, of {border}{token}{border} the{border} line {border}"
+    for _ in range(4):
+        assert await encode(tokenizer, text) == tokenizer.encode(text)
+
+
+async def test_a_unit_that_has_the_id_of_the_separator() -> None:
+    spelt = "\u00bf"  # how a byte is spelt that is in y with a diaeresis, but not in the sample
+    vocab, pairs = merges()
+    known = [token for token in vocab if spelt not in token]
+    backend = Tokenizer(
+        models.BPE(
+            {token: index for index, token in enumerate([*known, "<|a|>"])},
+            [pair for pair in pairs if spelt not in "".join(pair)],
+            unk_token="<|a|>",
+        )
+    )
+    backend.pre_tokenizer = byte_level(True)
+    backend.add_special_tokens(["<|a|>"])
+    tokenizer = SmgdTokenizer(backend, {})
+    assert tokenizer.words is not None
+    assert tokenizer.words.separator_id in tokenizer.encode("\u00ff")
+    text = "the end \u00ff of<|a|>the \u00ff\u00ff line, the end"
+    for _ in range(4):
+        assert await encode(tokenizer, text) == tokenizer.encode(text)
+    assert len(tokenizer.words) > 3
+
+
+def words_known(tokenizer: SmgdTokenizer) -> dict[str, tuple[int, ...]]:
+    cache = tokenizer.words
+    assert cache is not None
+    return cache._known | cache._old
+
+
+def test_a_turn_is_bounded_in_words_and_in_texts() -> None:
+    cache = word_cache(make())
+    assert cache is not None
+    texts = ["x"] * 5000 + [letters(40_000)] + ["x"] * 5000
+    draft = Draft(cache)
+    done = 0
+    for is_full in cache.look_up(draft, texts):
+        begun = len(draft.texts) + len(draft._starts)
+        assert begun - done <= words.TURN // words.EACH + 1
+        done = begun
+        assert sum(map(len, draft.units)) <= segments.BLOCK + 8 * words.SLICE
+        if is_full:
+            draft.settle([[0]] * len(draft.units))
+            assert not draft.parts
+            assert not draft.units
+    draft.settle([[0]] * len(draft.units))
+    assert len(draft.texts) == len(texts)
+
+
+async def test_what_a_cancelled_request_has_learned_is_right() -> None:
+    tokenizer = SmgdTokenizer(make(), {})
+    text = "".join(LESSONS) * 400
+    for limit in range(1, 80, 6):
+        with trio.CancelScope() as scope:
+
+            async def leave(scope: trio.CancelScope = scope, turns: int = limit) -> None:
+                for _ in range(turns):
+                    await trio.lowlevel.checkpoint()
+                scope.cancel()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(leave)
+                await encode(tokenizer, f"{text}{limit}")
+        assert scope.cancelled_caught
+        for word, ids in words_known(tokenizer).items():
+            assert list(ids) == tokenizer.encode(word)
+    assert await encode(tokenizer, text) == tokenizer.encode(text)
+
+
+async def test_requests_that_take_turns_at_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in (
+        (words, "TURN", 20), (words, "BLOCK", 60), (words, "SLICE", 12), (words, "SEEN", 9),
+        (words, "GENERATION", 8), (segments, "BLOCK", 60), (segments, "ENTRIES", 5),
+        (segments, "STRIDE", 7), (stage, "GO_BYTES", 30), (stage, "QUICK_BYTES", 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    tokenizer = SmgdTokenizer(make(), {})
+    texts = ["<|a|>".join([*LESSONS[i:], *LESSONS[:i]] * 3) for i in range(len(LESSONS))]
+    results: dict[str, list[int]] = {}
+
+    async def ask(text: str) -> None:
+        results[text] = await TextStage().encode(tokenizer, text)
+
+    for _ in range(4):
+        async with trio.open_nursery() as nursery:
+            for text in texts:
+                nursery.start_soon(ask, text)
+        assert results == {text: tokenizer.encode(text) for text in texts}
+        results.clear()
 
 
 def test_cutting_takes_time_in_proportion() -> None:
