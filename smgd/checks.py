@@ -44,17 +44,18 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def judged(
-    file: Path | None, flags: Mapping[str, Any], found: Findings, *, resolve: bool
+    file: Path | None, flags: Mapping[str, Any], found: Findings, *, binds: bool
 ) -> Config:
     """Return what file and flags say, as far as it can be used; `found` gets what is wrong.
 
-    `resolve` tells whether names of hosts are looked up, which may take long, and is of no use
-    where nothing is going to be bound. Raises ConfigError for a file of which nothing can be said.
+    `binds` tells whether our own listeners are going to be bound: those that are there already, or
+    that systemd hands over, need neither names of hosts, which may take long to look up, nor a
+    place. Raises ConfigError for a file of which nothing can be said.
     """
     config = read(file, flags, found)
     _judge_tls(config.tls, found)
-    admin = _judge_admin(config.admin, found)
-    if resolve:
+    admin = _judge_admin(config.admin, found) if binds else config.admin.socket
+    if binds:
         _judge_hosts(config, found)
     claims = [*_claims_of_workers(config, found), *_claims_of_engines(config, found)]
     for number, error in collisions([c.addresses for c in claims], config.own_addresses):
@@ -79,7 +80,9 @@ def _judge_hosts(config: Config, found: Findings) -> None:
         try:
             socket.getaddrinfo(host.encode("idna"), 0, type=socket.SOCK_STREAM)
         except OSError as error:
-            found.wrong(key, f"{host!r} cannot be listened on: {error.strerror}")
+            text = f"{host!r} cannot be listened on: {error.strerror}"
+            # To a check it may be a name server that does not answer just now.
+            found.note(key, text) if found.outside else found.wrong(key, text)
         except ValueError as error:
             found.wrong(key, f"{host!r} cannot be listened on: {error}")
 
@@ -98,17 +101,14 @@ def _judge_tls(tls: TlsConfig, found: Findings) -> None:
 
 
 def _judge_admin(admin: AdminConfig, found: Findings) -> str:
-    """Look at group and socket, also where systemd hands one over and neither counts.
-
-    Returns the socket's path, empty without one that can be.
-    """
+    """Look at group and socket; return the socket's path, empty without one that can be."""
+    if not admin.socket:
+        return ""
     try:
         gid = grp.getgrnam(admin.group).gr_gid if admin.group else -1
     except (KeyError, ValueError):
         found.wrong("admin.group", f"there is no group {admin.group!r}")
         gid = -1
-    if not admin.socket:
-        return ""
     if gid not in (-1, os.getegid(), *os.getgroups()) and os.geteuid() != 0:
         found.depends(admin.socket)
         found.wrong("admin.group", f"this user is not in the group {admin.group!r}")
@@ -124,6 +124,9 @@ def _no_socket(path: str, found: Findings) -> str:
     if length > MAX_PATH or "\0" in path:
         return f"the path has {length} bytes; Linux allows {MAX_PATH}, and no NUL"
     directory = Path(path).absolute().parent
+    if not os.path.lexists(directory) and _comes_with_the_service(directory, found):
+        found.note("admin.socket", f"there is no directory {directory} yet")
+        return ""
     if not os.access(directory, os.W_OK | os.X_OK):
         if os.access(directory, os.F_OK):
             found.depends(directory)
@@ -173,13 +176,26 @@ def _stands(found: Findings, key: str, judge: Callable[[], object]) -> bool:
 
 def _judge_files(admin: str, claims: Sequence[Claim], found: Findings) -> None:
     """Find files that are one, though their paths are written in two ways."""
-    owners = {os.path.realpath(admin): "admin.socket"} if admin else {}
+    owners = {_real(Path(admin)): "admin.socket"} if admin else {}
     for claim in claims:
         url = claim.addresses.url
-        for file in map(os.path.realpath, claim.addresses.sockets):
+        for file in map(_real, claim.addresses.sockets):
             if owners.setdefault(file, url) != url:
                 found.wrong(claim.files, f"{file} belongs to {owners[file]}, too")
                 break
+
+
+def _comes_with_the_service(directory: Path, found: Findings) -> bool:
+    """Tell whether a directory that is not there may be by then: see `RuntimeDirectory=`."""
+    return found.outside and directory.is_relative_to("/run")
+
+
+def _real(path: Path) -> str:
+    """Return where a path leads, as far as this user may see."""
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return os.fspath(path)
 
 
 def _judge_directory(directory: Path, key: str, found: Findings) -> None:
@@ -189,8 +205,12 @@ def _judge_directory(directory: Path, key: str, found: Findings) -> None:
     except FileNotFoundError:
         nearest = next(parent for parent in directory.parents if parent.exists())
         if not os.access(nearest, os.W_OK | os.X_OK):
+            text = f"{directory} cannot be made: this user may not write to {nearest}"
+            if _comes_with_the_service(directory, found):
+                found.note(key, text)
+                return
             found.depends(nearest)
-            found.wrong(key, f"{directory} cannot be made: this user may not write to {nearest}")
+            found.wrong(key, text)
     except WorkerError as error:
         if directory.is_dir() and not directory.is_symlink():  # so it is another user's
             found.depends(directory)

@@ -157,7 +157,7 @@ def configuration(args: argparse.Namespace, *, starts: bool = True) -> Config:
     """
     found = Findings()
     config = judged(
-        args.config, _flags(args), found, resolve=starts and _HANDED_OVER not in os.environ
+        args.config, _flags(args), found, binds=starts and _HANDED_OVER not in os.environ
     )
     found.check()
     return config
@@ -194,7 +194,7 @@ def _serve_engines(args: argparse.Namespace) -> int:
 
 def _check_config(args: argparse.Namespace) -> int:
     found = Findings(outside=True)
-    judged(args.config, _flags(args), found, resolve=True)
+    judged(args.config, _flags(args), found, binds=True)
     for note in found.notes:
         print(f"smgd: note: {note}", file=sys.stderr)
     found.check()

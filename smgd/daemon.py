@@ -23,6 +23,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from ipaddress import ip_address
 
 import msgspec
@@ -196,7 +197,7 @@ class Daemon:
         self.metrics.watch_connections(lambda: len(self._connections))
         self.metrics.watch_gate(gate.sample)
         planned = plan(config, Host.here())
-        self._managed = [spec_in(config, worker) for worker in planned.workers]
+        self._managed = planned.workers
         self.engines = supervisor_of(planned, config.launch, self._is_loading)
         self.fleet.settings.managed = self.engines.engines
         self.service.process_of = self.engines.process
@@ -220,9 +221,8 @@ class Daemon:
             await root.start(self._serve_admin, root, http, metrics)
             for source in sources_of(config):
                 self.loader.add(source)
-            workers = [spec_in(config, worker) for worker in config.workers]
-            for spec in (*workers, *self._managed):
-                await self.fleet.start(spec)
+            for worker in (*config.workers, *self._managed):
+                await self.fleet.start(spec_in(config, worker))
             root.start_soon(self.engines.run)
             await root.start(self._serve_metrics, metrics)
             ports = Ports(_port(http), _port(metrics))
@@ -257,10 +257,11 @@ class Daemon:
         await trio.sleep(self.config.server.drain_window)
         self._stopping.set()
 
-    def reload(self) -> list[str]:
+    def reload(self, *, revive: bool = False) -> list[str]:
         """Read the configuration again, and change what can be changed while serving.
 
-        Returns the keys that cannot. Raises `ConfigError`; nothing has changed then.
+        `revive` as in `reload.reload`. Returns the keys that cannot. Raises `ConfigError`; nothing
+        has changed then.
         """
         if self._reread is None:
             raise ConfigError("there is no configuration file to read again")
@@ -268,7 +269,7 @@ class Daemon:
         self._renew_certificate()
         self.manager.notifier.reloading()
         parts = Parts(self.service, self.fleet, self.loader, self._managed)
-        self.config = reload(self.config, wanted, parts)
+        self.config = reload(self.config, wanted, parts, revive=revive)
         self.manager.notifier.ready(self.status_line())
         return fixed(self.config, wanted)
 
@@ -399,7 +400,7 @@ class Daemon:
                 loader=self.loader,
                 config=lambda: self.config,
                 drain=lambda: root.start_soon(self.drain),
-                reload=self.reload,
+                reload=partial(self.reload, revive=True),
                 set_level=self._set_level,
                 listen=[
                     *(f"http {_address(listener)}" for listener in http),

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import MutableMapping
 from datetime import UTC, datetime
-from io import BytesIO
+from io import BytesIO, TextIOWrapper
 from typing import Any, Final, Literal, TextIO, cast
 
 import msgspec
@@ -55,8 +56,9 @@ def configure(
     Raises KeyError for a level that is not in `LEVELS`.
     """
     global _output
-    stream = stream or sys.stderr
+    stream = stream or sys.stderr or TextIOWrapper(BytesIO())  # None: it was closed
     terminal = stream.isatty()
+    _output.close()
     _output = Output(stream.buffer)
     as_text = terminal if json == "auto" else not json
     *prepare, render = _text_processors(colors=terminal) if as_text else _json_processors()
@@ -89,7 +91,7 @@ def current_level() -> str:
 
 
 def lost_lines() -> int:
-    """Return how many lines nobody read in time, since `configure`."""
+    """Return how many lines were not written, since `configure`."""
     return _output.lost
 
 
@@ -159,10 +161,21 @@ def _text_processors(*, colors: bool) -> list[Processor]:
     )
 
     def to_bytes(logger: object, method: str, event: EventDict) -> bytes:
+        for key, value in event.items():
+            if isinstance(value, str):  # others are shown by their repr
+                event[key] = _CONTROLS.sub(_escaped, value)
         event["timestamp"] = f"{event['timestamp']:%Y-%m-%dT%H:%M:%S.%fZ}"
         return f"{render(logger, method, event)}\n".encode(errors="backslashreplace")
 
     return [to_bytes]
+
+
+# What a terminal obeys, and what begins another line; clients choose some of what is logged.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found.group().encode("unicode_escape").decode()
 
 
 class _FromLibraries(logging.Handler):

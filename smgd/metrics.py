@@ -150,6 +150,7 @@ class Metrics:
         self._noted: list[tuple[Callable[..., None], tuple[object, ...]]] = []
         self.registry.register(_Settling(self._look))  # the first to be asked at a scrape
         self._models: set[str] = set()  # that have series
+        self._gone: set[str] = set()  # of them, those that were served no more at the last look
         self._served: Callable[[], Collection[str]] = lambda: self._models
         self._endpoints: dict[tuple[str, str], EndpointMetrics] = {}
         self._answers: dict[tuple[str, str, int, str], tuple[Counter, Counter, Histogram]] = {}
@@ -328,9 +329,14 @@ class Metrics:
         self._served = served
 
     def _forget_models(self) -> None:
-        """End the series of models that are served no more; their last requests are counted."""
-        for model in self._models - {*self._served()}:
+        """End the series of models that are served no more.
+
+        At the second look that finds them gone: the first still shows their last requests.
+        """
+        gone = self._models - {*self._served()}
+        for model in gone & self._gone:
             self._forget_model(model)
+        self._gone = gone
 
     def _forget_model(self, model: str) -> None:
         self._models.discard(model)

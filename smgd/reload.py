@@ -20,7 +20,7 @@ from smgd.config import Config, TimeoutsConfig, WorkerConfig
 from smgd.config.keys import ARRAYS, MODEL, keys_of, tables
 from smgd.engine.link import LinkSettings
 from smgd.engine.liveness import Patience
-from smgd.errors import ModelError, WorkerError
+from smgd.errors import ConfigError, ModelError, WorkerError
 from smgd.text.loader import ModelLoader, ModelSource
 from smgd.web.auth import Keys
 from smgd.web.cors import Cors
@@ -112,16 +112,22 @@ class Parts(msgspec.Struct):
     service: Service
     fleet: Fleet
     loader: ModelLoader
-    managed: Sequence[WorkerSpec] = ()
+    managed: Sequence[WorkerConfig] = ()
 
 
-def reload(running: Config, wanted: Config, parts: Parts) -> Config:
-    """Make the daemon what `wanted` says, as far as that goes; return what is in force then."""
+def reload(running: Config, wanted: Config, parts: Parts, *, revive: bool) -> Config:
+    """Make the daemon what `wanted` says, as far as that goes; return what is in force then.
+
+    With `revive` also what somebody has taken out of service by hand: workers that were told to
+    drain, and engines whose workers were removed. A reload that renews a certificate at night must
+    not end a maintenance.
+    """
     in_force = _change_settings(running, wanted, parts)
     _change_models(running, wanted, parts)
-    _change_workers(running, wanted, parts.fleet)
-    for spec in parts.managed:  # one that somebody has removed comes back, and so does its engine
-        _change_worker(spec, False, parts.fleet)
+    _change_workers(running, wanted, parts.fleet, revive)
+    if revive:
+        for worker in parts.managed:
+            _change_worker(wanted, worker, False, parts.fleet, revive)
     if running.engines != wanted.engines:
         log.warning(FIXED, key="engines")
     log.info("configuration reloaded", workers=len(wanted.workers), models=len(wanted.models))
@@ -228,23 +234,28 @@ def _change_models(running: Config, wanted: Config, parts: Parts) -> None:
             log.error("model not changed", model=source.id, reason=str(error))  # noqa: TRY400
 
 
-def _change_workers(running: Config, wanted: Config, fleet: Fleet) -> None:
+def _change_workers(running: Config, wanted: Config, fleet: Fleet, revive: bool) -> None:
     urls = {worker.url for worker in wanted.workers}
     for worker in running.workers:
         record = fleet.by_url(worker.url)
         if worker.url not in urls and record is not None:
             fleet.remove(record.id)
     for worker in wanted.workers:
-        _change_worker(spec_in(wanted, worker), worker not in running.workers, fleet)
+        _change_worker(wanted, worker, worker not in running.workers, fleet, revive)
 
 
-def _change_worker(spec: WorkerSpec, changed: bool, fleet: Fleet) -> None:
+def _change_worker(
+    wanted: Config, worker: WorkerConfig, changed: bool, fleet: Fleet, revive: bool
+) -> None:
     """Add a worker that is not there; replace one whose table has changed, or that was drained."""
-    record = fleet.by_url(spec.url)
+    record = fleet.by_url(worker.url)
     try:
+        spec = spec_in(wanted, worker)
         if record is None or record.state == "failed":
             fleet.add(spec)
-        elif changed or record.state == "draining":
+        elif changed or (revive and record.state == "draining"):
             fleet.replace(record.id, spec)
-    except WorkerError as error:
-        log.error("worker not changed", worker=spec.url, reason=str(error))  # noqa: TRY400
+        elif record.state == "draining":
+            log.info("worker stays drained; smgctl reload lets it serve again", worker=worker.url)
+    except (ConfigError, WorkerError) as error:
+        log.error("worker not changed", worker=worker.url, reason=str(error))  # noqa: TRY400

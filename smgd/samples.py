@@ -294,7 +294,7 @@ class LogCollector(Collector):
         self._lost = lost
 
     def collect(self) -> Iterator[Metric]:
-        text = "Log lines that were not written since nobody read the log"
+        text = "Log lines that were not written: nobody read them, or it failed"
         yield CounterMetricFamily("smg_log_lines_lost", text, value=self._lost())
 
 

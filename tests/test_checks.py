@@ -40,17 +40,17 @@ def place() -> Iterator[Path]:
         yield Path(directory)
 
 
-def judge(text: str, place: Path, *, outside: bool = False, resolve: bool = False) -> Findings:
+def judge(text: str, place: Path, *, outside: bool = False, binds: bool = True) -> Findings:
     file = place / "smgd.toml"
     file.write_text(text)
     found = Findings(outside=outside)
-    judged(file, {}, found, resolve=resolve)
+    judged(file, {}, found, binds=binds)
     return found
 
 
-def wrong(text: str, place: Path, *, resolve: bool = False) -> list[str]:
+def wrong(text: str, place: Path, *, binds: bool = True) -> list[str]:
     """Return the mistakes without the name of the file before each."""
-    found = judge(text, place, resolve=resolve).mistakes
+    found = judge(text, place, binds=binds).mistakes
     return [line.removeprefix(f"{place}/smgd.toml: ") for line in found]
 
 
@@ -129,7 +129,11 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked(pem: Pem, place: P
 
 
 def test_the_group_has_to_exist(place: Path) -> None:
-    assert wrong('[admin]\ngroup = "nogrpx"', place) == ["admin.group: there is no group 'nogrpx'"]
+    text = f'[admin]\nsocket = "{place}/s"\ngroup = "nogrpx"'
+    assert wrong(text, place) == ["admin.group: there is no group 'nogrpx'"]
+    for unused in ('[admin]\ngroup = "nogrpx"', '[admin]\nsocket = ""\ngroup = "nogrpx"'):
+        assert wrong(unused, place) == []
+    assert wrong(text, place, binds=False) == [], "systemd has made the socket"
     own = grp.getgrgid(os.getegid()).gr_name
     assert wrong(f'[admin]\ngroup = "{own}"\nsocket = "{place}/s"', place) == []
 
@@ -145,6 +149,18 @@ def test_the_admin_socket_needs_a_place(place: Path) -> None:
         assert wrong(f'[admin]\nsocket = "{path}"', place) == [f"admin.socket: {said}"]
 
 
+def test_a_directory_that_comes_with_the_service_is_a_note_from_outside(place: Path) -> None:
+    text = '[admin]\nsocket = "/run/smgd-none/s"\n[server]\nhost = "[::1]"'
+    found = judge(text, place, outside=True)
+    assert found.mistakes == []
+    assert [note.partition(":")[0] for note in found.notes][:2] == ["admin.socket", "server.host"]
+    assert "there is no directory /run/smgd-none yet" in found.notes[0]
+    assert [line.partition(":")[0] for line in wrong(text, place)] == [
+        "admin.socket",
+        "server.host",
+    ]
+
+
 def test_the_socket_of_a_daemon_that_runs_is_no_mistake(place: Path) -> None:
     with socket.socket(socket.AF_UNIX) as daemon:
         daemon.bind(f"{place}/s")
@@ -155,15 +171,15 @@ def test_the_socket_of_a_daemon_that_runs_is_no_mistake(place: Path) -> None:
 @pytest.mark.parametrize("host", ["", "[::1]", "256.1.1.1", "127.0.0.1 ", "a\\u0000b", "x" * 70])
 def test_a_host_that_none_can_listen_on(host: str, place: Path) -> None:
     text = f'[server]\nhost = "{host}"\n[metrics]\nhost = "::1"'
-    [line] = wrong(text, place, resolve=True)
+    [line] = wrong(text, place)
     assert line.startswith("server.host: ")
     assert "cannot be listened on: " in line
-    assert wrong(text, place) == []
+    assert wrong(text, place, binds=False) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::1", "localhost", "*"])
 def test_hosts_to_listen_on(host: str, place: Path) -> None:
-    assert wrong(f'[server]\nhost = "{host}"', place, resolve=True) == []
+    assert wrong(f'[server]\nhost = "{host}"', place) == []
 
 
 # ------------------------------------------------------------------------------- workers
@@ -237,6 +253,7 @@ def test_engines_that_cannot_be_started_are_told_with_all_else(
     model = "n"
     replicas = 60000
     [admin]
+    socket = "/run/smgd.sock"
     group = "nogrpx"
     """
     assert [line.partition(": ")[0] for line in wrong(text, place)] == [
@@ -356,7 +373,8 @@ def test_every_command_refuses_what_check_config_refuses(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = place / "smgd.toml"
-    file.write_text('[tls]\ncert_path = "/x"\n[admin]\ngroup = "nogrpx"\n[server]\nprot = 1')
+    admin = '[admin]\nsocket = "/run/smgd.sock"\ngroup = "nogrpx"\n'
+    file.write_text(f'[tls]\ncert_path = "/x"\n{admin}[server]\nprot = 1')
     said = []
     for command in (["check-config", str(file)], *([c, "--config", str(file)] for c in COMMANDS)):
         assert main(command) == 2
@@ -364,7 +382,7 @@ def test_every_command_refuses_what_check_config_refuses(
         said.append([line for line in lines if ": note: " not in line])
     assert len(said[0]) == 4
     assert said == [said[0]] * 4
-    with pytest.raises(ConfigError, match="nogrpx"):
+    with pytest.raises(ConfigError, match=r"tls\.key_path: must be given"):
         configuration(parse_args(["run", "--config", str(file)]), starts=False)
 
 

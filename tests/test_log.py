@@ -259,8 +259,50 @@ def test_a_reader_that_stalls_stops_nobody_and_hears_what_it_has_missed(
 def test_a_reader_that_is_gone_stops_nobody(pipe: Pipe) -> None:
     configure(stream=pipe.stream)
     os.close(pipe.reader)
-    structlog.get_logger("smgd").info("one")
+    for _ in range(3):
+        structlog.get_logger("smgd").info("one")
+    assert log_module.lost_lines() == 3
     pipe.reader = os.open("/dev/null", os.O_RDONLY)
+
+
+@pytest.mark.parametrize("size", [10, 300, 3000])
+def test_a_terminal_that_nobody_reads_stops_nobody(size: int) -> None:
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w") as terminal:
+        configure(json=True, stream=terminal)
+        log = structlog.get_logger("smgd")
+        while log_module.lost_lines() < 3:
+            log.info("stalled", text="x" * size)
+        os.set_blocking(reader, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(reader, 65536):
+                pass
+        log.info("read again")
+        lines = os.read(reader, 65536).decode().splitlines()
+        events = [json.loads(line)["event"] for line in lines if line.startswith("{")]
+        assert events == ["log lines lost", "read again"]
+        configure(stream=sys.__stderr__)
+    os.close(reader)
+
+
+def test_without_an_output_the_daemon_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # as where it was closed
+    configure()
+    structlog.get_logger("smgd").info("nobody hears it")
+
+
+CONTROLS = "a\x1b[31mb\x07\nc\r\x7f\x9b\u2028"
+SHOWN = r"a\x1b[31mb\x07\nc\r\x7f\x9b\u2028"
+
+
+def test_what_a_client_has_chosen_cannot_command_a_terminal_or_begin_a_line() -> None:
+    stream = Stream()
+    configure(json=False, stream=stream)
+    structlog.get_logger("smgd").info(CONTROLS, path=CONTROLS, other=[CONTROLS])
+    text = stream.text()
+    assert text.count("\n") == 1
+    assert text.isprintable() or text[:-1].isprintable()
+    assert text.count(SHOWN) >= 2
 
 
 @pytest.mark.parametrize("json_lines", [True, False])

@@ -259,6 +259,7 @@ def test_series_end_with_their_model_and_begin_anew_with_its_return() -> None:
     with_both = len(metrics.render().splitlines())
     served.remove("a")
     for _ in range(2):
+        assert 'model="a"' in metrics.render().decode()
         page = metrics.render().decode()
         assert 'model="a"' not in page
         assert "smg_router_requests_total{" in page
@@ -267,6 +268,7 @@ def test_series_end_with_their_model_and_begin_anew_with_its_return() -> None:
     served.add("a")
     assert 'model="a"' in metrics.render().decode()
     served.remove("a")
+    metrics.render()
     metrics.render()
     served.add("a")
     serve_once(metrics, "a")

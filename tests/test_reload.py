@@ -52,10 +52,10 @@ class Reloading:
         urls = "".join(f'[[workers]]\nurl = "{self.api.urls[n]}"\n{worker}\n' for n in workers)
         self.file.write_text(base + tables + urls)
 
-    def reload(self, *workers: int, **parts: str) -> list[str]:
+    def reload(self, *workers: int, revive: bool = False, **parts: str) -> list[str]:
         """Have a new file read; return the keys that cannot change."""
         self.write(*workers, **parts)
-        return self.api.house.daemon.reload()
+        return self.api.house.daemon.reload(revive=revive)
 
     def states(self) -> dict[int, str]:
         """Return the states of all workers, by number."""
@@ -121,7 +121,7 @@ async def test_a_worker_whose_table_has_changed_is_registered_again(
         assert list(fleet.records.values()) == [after]
 
 
-async def test_a_worker_that_was_drained_serves_again(
+async def test_a_worker_that_was_drained_serves_again_if_somebody_asks_for_it(
     nursery: trio.Nursery, tmp_path: Path
 ) -> None:
     async with reloading(nursery, tmp_path, 0, 1) as case:
@@ -133,7 +133,11 @@ async def test_a_worker_that_was_drained_serves_again(
         assert drained is not None
         house.daemon.fleet.drain(drained.id)
         await case.until(w0="draining", w1="pending")
-        case.reload(0, 1)
+        case.reload(0, 1)  # as by SIGHUP, which a renewed certificate brings at night
+        assert drained.state == "draining"
+        stays = "worker stays drained; smgctl reload lets it serve again"
+        assert [line["worker"] for line in house.logged(stays)] == [case.api.urls[0]]
+        case.reload(0, 1, revive=True)
         await case.until(w0="ready", w1="pending")
         assert house.daemon.fleet.by_url(case.api.urls[1]) is untouched
         assert len(house.tally.ready_at) == 1, "the engine has not begun anew"

@@ -37,7 +37,7 @@ KNOWN: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_special_tokens": (True, False),  # of no meaning where nothing is tokenized
     "documents": ([],),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "chat_template_kwargs": ({},),
     "return_token_strs": (False,),
     # What is asked in a chat.
@@ -88,7 +88,7 @@ KNOWN: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     # Where it runs.
     "session_id": (),
-    "session_params": (),
+    "session_params": ({},),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     # What is returned, and how.

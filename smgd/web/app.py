@@ -108,7 +108,10 @@ def _route(hot: frozenset[str]) -> str:
 
 def _rule_of_another_method(error: MethodNotAllowed) -> str:
     [method, *_] = error.valid_methods or HOT_METHODS
-    rule, _ = current_app.url_map.bind("").match(request.path, method, return_rule=True)
+    try:
+        rule, _ = current_app.url_map.bind("").match(request.path, method, return_rule=True)
+    except HTTPException:  # a redirect, to the path without its second slash
+        return gate.OTHER
     return str(rule.rule)
 
 

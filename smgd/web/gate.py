@@ -17,6 +17,7 @@ and all but the waiting is synchronous.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable
 from itertools import product
@@ -59,6 +60,11 @@ OTHER = "other"
 
 # The error code of what never became a request.
 BAD_HTTP = "bad_http"
+
+# Of RFC 9110 and its registry; https://www.iana.org/assignments/http-parameters.
+COMPRESSIONS = frozenset(
+    {b"gzip", b"x-gzip", b"deflate", b"br", b"zstd", b"compress", b"x-compress", b"dcb", b"dcz"}
+)
 
 # Characters of a path in the log; a client may send sixty thousand.
 SHOWN_PATH = 200
@@ -198,7 +204,7 @@ class Gate(msgspec.Struct, kw_only=True, eq=False):
 
 def shown_path(path: str) -> str:
     """Return a path as it stands in the log: cut, and with nothing in it that a terminal obeys."""
-    return quote(path, safe="/:@!$&'()*+,;=~%")[:SHOWN_PATH]
+    return quote(path[:SHOWN_PATH], safe="/:@!$&'()*+,;=~%")[:SHOWN_PATH]
 
 
 def new_id(prefix: str) -> str:
@@ -227,10 +233,12 @@ def check_content_type(value: bytes | None) -> None:
 
 
 def check_content_encoding(value: bytes | None) -> None:
-    """Refuse bodies that are compressed: they are read as they come. Raises `ApiError` 415."""
-    coding = (value or b"identity").strip().lower()
-    if coding not in (b"", b"identity"):
-        shown = coding.decode("latin-1")[:40]
+    """Refuse bodies that are compressed: they are read as they come. Raises `ApiError` 415.
+
+    What is no compression (`utf-8`, by clients that mean the charset) is let pass: the body tells.
+    """
+    if value and not COMPRESSIONS.isdisjoint(re.split(rb"[,\s]+", value.lower())):
+        shown = value.lower().decode("latin-1")[:40]
         text = f"Content-Encoding {shown!r} is not supported: send the body as it is"
         raise ApiError(415, "unsupported_content_encoding", text)
 

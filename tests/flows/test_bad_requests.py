@@ -188,6 +188,9 @@ async def test_bodies_that_are_not_what_they_say(start: Start) -> None:
         (post(b'{"messages":[]}', "Content-Encoding: identity"), 400, "empty_array"),
         (post(b"\x1f\x8b", "Content-Encoding: gzip"), 415, "unsupported_content_encoding"),
         (post(b"{}", "content-encoding: identity, BR"), 415, "unsupported_content_encoding"),
+        (post(b"{}", "content-encoding: gzip,utf-8"), 415, "unsupported_content_encoding"),
+        (post(b'{"messages":[]}', "Content-Encoding: UTF-8"), 400, "empty_array"),
+        (post(b'{"messages":[]}', "Content-Encoding: identity, identity"), 400, "empty_array"),
         (post(b"x" * 1001), 413, "request_too_large"),
     ]
     for data, status, code in cases:

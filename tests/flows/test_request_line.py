@@ -46,6 +46,7 @@ async def test_it_has_the_ids_of_all_three_and_where_the_client_is(start: Start)
         ("POST", "/workers/7", "/workers/7", "/workers/<worker_id>", 405),
         ("GET", "/a%1b[31m%0ab%C3%A4", "/a%1B%5B31m%0Ab%C3%A4", "other", 404),
         ("GET", "/" + "x" * 5000, "/" + "x" * 199, "other", 404),
+        ("DELETE", "/v1//models", "/v1//models", "other", 405),
     ],
 )
 async def test_it_shows_what_was_asked_for_and_metrics_a_route(

@@ -266,11 +266,14 @@ def tables(place: Place, **engine: Any) -> dict[str, Any]:
     }
 
 
-async def test_an_engine_ends_with_its_worker_and_a_reload_brings_both_back(
+async def test_an_engine_ends_with_its_worker_and_who_asks_for_a_reload_brings_both_back(
     build: Build, place: Place
 ) -> None:
     house = build(workers=0, **tables(place, replicas=2))
-    daemon = house.daemon = Daemon(house.config, reread=lambda: house.config)
+    [(model, table)] = house.config.models.items()
+    renamed = {model: structs.replace(table, aliases=("other",))}
+    wanted = structs.replace(house.config, models=renamed)
+    daemon = house.daemon = Daemon(house.config, reread=lambda: wanted)
     await house.open()
     await house.ready(2)
     [engine, _] = daemon.engines.engines.values()
@@ -282,8 +285,11 @@ async def test_an_engine_ends_with_its_worker_and_a_reload_brings_both_back(
     assert len(members(place.mark)) == 2  # guardian and engine
     assert (await house.ask("hello")).status == 200
 
-    assert daemon.reload() == []
+    assert daemon.reload() == []  # as by SIGHUP
+    assert daemon.fleet.by_url(engine.spec.url) is None
+    assert daemon.reload(revive=True) == []
     await house.ready(2)
+    assert (await house.ask("hello", model="other", max_tokens=1)).status == 200
     assert (engine.life.state, engine.life.starts, engine.life.restarts) == ("running", 2, 0)
     await house.stop()
     assert members(place.mark) == []

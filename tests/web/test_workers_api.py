@@ -268,6 +268,7 @@ async def test_the_series_of_a_model_end_with_its_last_worker(nursery: trio.Nurs
         assert b'model="second"' in metrics.render()
         await api.remove(worker)
         api.outlived.add(1)
+        metrics.render()
         page = metrics.render()
         assert b'model="second"' not in page
         assert b'model="smgd-sim"' in page
