@@ -43,9 +43,7 @@ class Claim(msgspec.Struct, frozen=True):
     addresses: Addresses
 
 
-def judged(
-    file: Path | None, flags: Mapping[str, Any], found: Findings, *, binds: bool
-) -> Config:
+def judged(file: Path | None, flags: Mapping[str, Any], found: Findings, *, binds: bool) -> Config:
     """Return what file and flags say, as far as it can be used; `found` gets what is wrong.
 
     `binds` tells whether our own listeners are going to be bound: those that are there already, or

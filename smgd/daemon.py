@@ -200,6 +200,7 @@ class Daemon:
         self._managed = planned.workers
         self.engines = supervisor_of(planned, config.launch, self._is_loading)
         self.fleet.settings.managed = self.engines.engines
+        self.fleet.settings.engine_gone = self.engines.gone
         self.service.process_of = self.engines.process
         self.metrics.watch_processes(self.engines.processes)
         self.registry.on_change(self._tell_engines)
@@ -308,9 +309,16 @@ class Daemon:
         )
 
     def _tell_engines(self, worker: Worker) -> None:
-        """Tell the engines of a change of a worker; one that is replaced has not gone."""
-        is_there = worker.id in self.registry.workers or self.fleet.by_url(worker.url) is not None
-        self.engines.worker_changed(worker, removed=not is_there)
+        """Tell the engines of a change of a worker whose sockets are bound, or that there is none.
+
+        One that is replaced has not gone, unless the one in its place has failed.
+        """
+        if worker.id in self.registry.workers:
+            self.engines.worker_changed(worker)
+            return
+        record = self.fleet.by_url(worker.url)
+        if record is None or record.state == "failed":
+            self.engines.worker_changed(worker, removed=True)
 
     def _is_loading(self, url: str) -> bool:
         record = self.fleet.by_url(url)

@@ -14,39 +14,53 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 import trio
+from msgspec import structs
 
 from smgd.launch import guardian
 from smgd.launch.plan import EngineSpec
 from smgd.launch.records import Record, RecordFile, digest, log_file
-from smgd.launch.strays import MARK, end_strays, mark_of
+from smgd.launch.strays import MARK, Strays, Traces
 
 # What a service manager says to smgd alone; an engine that heard it would answer in our name. And
 # the key of our clients, which no engine asks for.
 _NOT_FOR_ENGINES: Final = ("NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_", "FDSTORE", "SMGD_API_KEY")
+# vLLM sets the titles of its processes by a library that writes over the environment, and the mark
+# with it, unless this is in it.
+_KEEPS_ENVIRONMENT: Final = {"SPT_NOENV": "1"}
 _READ_BYTES: Final = 65536
 
 
 class EngineProcess(Protocol):
     """A running engine. `pid` is for logs; `log` is the file that its output goes to, if any.
 
-    `grace` is how long (seconds) it gets from SIGTERM to SIGKILL; `served` is whether it has loaded
-    its model and taken requests, in whichever life of smgd.
+    `grace` is how long (seconds) it gets from SIGTERM to SIGKILL.
     """
 
     pid: int
     log: Path | None
     grace: float
-    served: bool
+
+    @property
+    def served(self) -> bool:
+        """Whether it has loaded its model and taken requests, in whichever life of smgd."""
+        ...
 
     def note_served(self) -> None:
         """Take that it serves, also for the next smgd. Raises OSError."""
+        ...
+
+    def keep_record(self) -> bool:
+        """Write anew what the next smgd needs to find it, if that was removed; tell whether it was.
+
+        Raises OSError.
+        """
         ...
 
     async def read(self) -> bytes:
@@ -77,11 +91,14 @@ class Programs(Protocol):
     """How engines come to run."""
 
     async def clear(self, spec: EngineSpec) -> None:
-        """End what is left of an engine that cannot be found."""
+        """End what is left of an engine that cannot be found. Raises OSError."""
         ...
 
     def find(self, spec: EngineSpec) -> Found | None:
-        """Return the engine that was left running for this purpose, if it is alive."""
+        """Return the engine that was left running for this purpose, if it is alive.
+
+        Raises OSError if that cannot be told now.
+        """
         ...
 
     def start(self, spec: EngineSpec) -> EngineProcess:
@@ -100,50 +117,48 @@ class GuardedPrograms:
         self._environ = {k: v for k, v in environ.items() if not k.startswith(_NOT_FOR_ENGINES)}
         self._keep = keep
         self._stop_grace = stop_grace
+        self._strays = Strays()
 
     def find(self, spec: EngineSpec) -> Found | None:
-        """Return the engine that was left running for this purpose, if it is alive."""
+        """Return the engine that was left running for this purpose, if it is alive.
+
+        Raises OSError if that cannot be told now.
+        """
         file = RecordFile(spec)
         record = file.read()
-        if record is None:
+        if record is None or not record.is_alive:
             return None
         try:
-            engine = GuardedEngine(
-                record.pid,
-                grace=record.grace,
-                mark=mark_of(spec),
-                log=log_file(spec),
-                record=file,
-                served=record.served,
-                is_child=False,
-            )
-        except OSError:
-            _remove(file)
+            engine = self._held(spec, record, file, log=log_file(spec), is_child=False)
+        except ProcessLookupError:
             return None
-        if record.is_alive:
-            return Found(engine, record.digest == digest(spec))
-        engine.close()
-        _remove(file)
-        return None
+        is_alive = False
+        try:
+            is_alive = record.is_alive  # looked at while its number cannot become another's
+        finally:
+            if not is_alive:
+                engine.close()
+        return Found(engine, record.digest == digest(spec)) if is_alive else None
 
     async def clear(self, spec: EngineSpec) -> None:
-        """End what is left of an engine that cannot be found."""
-        try:
-            mark = mark_of(spec)
-        except OSError:  # no directory, no engine
-            return
-        await end_strays(mark, self._stop_grace)
+        """End what is left of an engine that cannot be found. Raises OSError."""
+        file = RecordFile(spec)
+        record = file.read()
+        traces = Traces.of(spec, record.pid if record else 0)
+        await self._strays.end(traces, self._stop_grace)
+        if record is not None:
+            _remove(file)
 
     def start(self, spec: EngineSpec) -> EngineProcess:
         """Start an engine. Raises OSError."""
         return self._start_kept(spec) if self._keep else self._start_owned(spec)
 
     def _start_owned(self, spec: EngineSpec) -> EngineProcess:
-        mark = mark_of(spec)
         read, write = os.pipe()
         try:
-            pid = self._spawn(spec, write, mark)
-            return GuardedEngine(pid, grace=self._stop_grace, mark=mark, output=read)
+            pid = self._spawn(spec, write)
+            with _ended_unless_held(pid):
+                return self._held(spec, Record.of(pid, "", self._stop_grace), output=read)
         except OSError:
             os.close(read)
             raise
@@ -151,30 +166,40 @@ class GuardedPrograms:
             os.close(write)
 
     def _start_kept(self, spec: EngineSpec) -> EngineProcess:
-        mark, record, log = mark_of(spec), RecordFile(spec), log_file(spec)
-        record.remove()  # void from here on; fails before the start if it cannot be
+        file, log = RecordFile(spec), log_file(spec)
+        file.remove()  # void from here on; fails before the start if it cannot be
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            pid = self._spawn(spec, output, mark)
+            pid = self._spawn(spec, output)
         finally:
             os.close(output)
-        grace = self._stop_grace
-        engine = GuardedEngine(pid, grace=grace, mark=mark, log=log, record=record)
-        try:
-            record.write(Record.of(pid, digest(spec), grace))
-        except OSError:
-            engine.terminate()
-            engine.close()
-            raise
-        return engine
+        with _ended_unless_held(pid):
+            record = Record.of(pid, digest(spec), self._stop_grace)
+            file.write(record)
+            return self._held(spec, record, file, log=log)
 
-    def _spawn(self, spec: EngineSpec, output: int, mark: str) -> int:
+    def _held(
+        self,
+        spec: EngineSpec,
+        record: Record,
+        file: RecordFile | None = None,
+        *,
+        output: int | None = None,
+        log: Path | None = None,
+        is_child: bool = True,
+    ) -> GuardedEngine:
+        traces = Traces.of(spec, record.pid)
+        return GuardedEngine(
+            record, file, traces, self._strays, output=output, log=log, is_child=is_child
+        )
+
+    def _spawn(self, spec: EngineSpec, output: int) -> int:
         parent = 0 if self._keep else os.getpid()
         arguments = [f"{self._stop_grace}", f"{parent}", *spec.argv]
         return os.posix_spawn(
             sys.executable,
             [sys.executable, "-I", "-S", guardian.__file__, *arguments],
-            {**self._environ, **spec.env, MARK: mark},
+            {**self._environ, **_KEEPS_ENVIRONMENT, **spec.env, MARK: Traces.of(spec).mark},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, output, 1),
@@ -188,31 +213,37 @@ class GuardedPrograms:
 class GuardedEngine:
     """An engine under its guardian, which is a child of ours or was one of an earlier smgd.
 
-    `mark` is in the environment of its processes. `output` is the descriptor to read from; `record`
-    the file to remove when the engine has ended. Raises OSError if there is no such process.
+    `file` is where `record` is to be for the next smgd, as long as the engine lives. `traces` are
+    on its processes, which `strays` ends. `output` is the descriptor to read from. Raises OSError
+    if there is no such process.
     """
 
     def __init__(
         self,
-        pid: int,
+        record: Record,
+        file: RecordFile | None,
+        traces: Traces,
+        strays: Strays,
         *,
-        grace: float,
-        mark: str,
-        output: int | None = None,
-        log: Path | None = None,
-        record: RecordFile | None = None,
-        served: bool = False,
-        is_child: bool = True,
+        output: int | None,
+        log: Path | None,
+        is_child: bool,
     ) -> None:
-        self.pid = pid
+        self.pid = record.pid
         self.log = log
-        self.grace = grace
-        self.served = served
-        self._pidfd = os.pidfd_open(pid)
-        self._mark = mark
-        self._output = None if output is None else trio.lowlevel.FdStream(output)
+        self.grace = record.grace
+        self._pidfd = os.pidfd_open(record.pid)
         self._record = record
+        self._file = file
+        self._traces = traces
+        self._strays = strays
+        self._output = None if output is None else trio.lowlevel.FdStream(output)
         self._is_child = is_child
+
+    @property
+    def served(self) -> bool:
+        """Whether it has loaded its model and taken requests, in whichever life of smgd."""
+        return self._record.served
 
     async def read(self) -> bytes:
         """Wait for output; return it, or b"" if there will be no more."""
@@ -223,9 +254,10 @@ class GuardedEngine:
         await trio.lowlevel.wait_readable(self._pidfd)
         code = self._reap() if self._is_child else None
         if code is None or code < 0:  # it may have been killed, and has left all that it watched
-            await end_strays(self._mark, self.grace)
-        if self._record is not None:
-            self._record.remove()
+            await self._strays.end(self._traces, self.grace)
+        if self._file is not None:
+            _remove(self._file)
+            self._file = None  # nor is it written again
         return code if code is None or code >= 0 else 128 - code
 
     def _reap(self) -> int:
@@ -235,9 +267,16 @@ class GuardedEngine:
     def note_served(self) -> None:
         """Take that it serves, also for the next smgd. Raises OSError."""
         if not self.served:
-            self.served = True
-            if self._record is not None:
-                self._record.note_served()
+            self._record = structs.replace(self._record, served=True)
+            if self._file is not None:
+                self._file.write(self._record)
+
+    def keep_record(self) -> bool:
+        """Write the record again if its file was removed; tell whether it was. Raises OSError."""
+        if self._file is None or self._file.is_there:
+            return False
+        self._file.write(self._record)
+        return True
 
     def terminate(self) -> None:
         """Have all of it ended; does nothing if it has."""
@@ -253,6 +292,16 @@ class GuardedEngine:
             self._pidfd = -1
         if self._output is not None:
             self._output.close()
+
+
+@contextmanager
+def _ended_unless_held(pid: int) -> Iterator[None]:
+    """End an engine that was just started if nobody can watch over it."""
+    try:
+        yield
+    except OSError:
+        os.kill(pid, signal.SIGTERM)  # its number is its own until it is waited for
+        raise
 
 
 def _remove(file: RecordFile) -> None:

@@ -6,18 +6,22 @@ digest. One that cannot be read counts as none, and its engine is a stray then.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Container
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import structs
+from msgspec import Meta
 
 from smgd.launch.plan import EngineSpec
 
 _SUFFIX: Final = ".process.json"
+# What says nothing about a file or a process, only that we cannot look now.
+_SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_LONGEST_NUMBER: Final = 10  # digits of a pid
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -28,10 +32,10 @@ class Record(msgspec.Struct, frozen=True):
     that it has to say to some smgd from one that was still loading its model.
     """
 
-    pid: int
-    began: int
+    pid: Annotated[int, Meta(gt=0, lt=2**31)]
+    began: Annotated[int, Meta(ge=0)]
     digest: str
-    grace: float = 0.0
+    grace: Annotated[float, Meta(ge=0)] = 0.0
     served: bool = False
 
     @classmethod
@@ -41,7 +45,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether that process is still there."""
+        """Whether that process is still there. Raises OSError if that cannot be told now."""
         return self.began != 0 and began(self.pid) == self.began
 
 
@@ -51,8 +55,16 @@ class RecordFile:
     def __init__(self, spec: EngineSpec) -> None:
         self._path = Path(f"{spec.path}{_SUFFIX}")
 
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a file."""
+        return os.path.lexists(self._path)
+
     def read(self) -> Record | None:
-        """Return the record; None if there is none that can be read."""
+        """Return the record; None if there is none that can be read.
+
+        Raises OSError if that cannot be told now.
+        """
         return _read(self._path)
 
     def write(self, record: Record) -> None:
@@ -62,12 +74,6 @@ class RecordFile:
         with os.fdopen(os.open(new, flags, 0o600), "wb") as stream:
             stream.write(msgspec.json.encode(record))
         new.replace(self._path)
-
-    def note_served(self) -> None:
-        """Write down that the engine has served. Raises OSError."""
-        record = self.read()
-        if record is not None:
-            self.write(structs.replace(record, served=True))
 
     def remove(self) -> None:
         """Remove the file, if there is one. Raises OSError."""
@@ -84,7 +90,7 @@ class Forgotten(msgspec.Struct, frozen=True):
 def forgotten(directory: str, known: Container[str]) -> list[Forgotten]:
     """Return the engines left running in a directory of sockets, save for those `known` by name.
 
-    Those of another smgd that runs are not forgotten.
+    Those of another smgd that runs are not forgotten. Raises OSError if it cannot look now.
     """
     found: list[Forgotten] = []
     for file in sorted(Path(directory).glob(f"engine-*{_SUFFIX}")):
@@ -109,20 +115,34 @@ def log_file(spec: EngineSpec) -> Path:
 
 
 def began(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot; 0 if it has ended."""
+    """Return when a process began, in clock ticks since boot; 0 if it has ended. Raises OSError."""
+    return _field(pid, 22)
+
+
+def session_of(pid: int) -> int:
+    """Return the session of a process; 0 if it has ended. Raises OSError."""
+    return _field(pid, 6)
+
+
+def _field(pid: int, number: int) -> int:
+    """Return a number from proc_pid_stat(5), where fields are counted from 1."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
-    # Behind the name, which may hold anything, come the fields from the third on; it is the 22nd.
+    # Behind the name, which may hold anything, come the fields from the third on.
     state, *fields = stat.rpartition(b")")[2].split()
-    return 0 if state == b"Z" else int(fields[18])
+    return 0 if state == b"Z" else int(fields[number - 4])
 
 
 def _read(file: Path) -> Record | None:
     try:
         return msgspec.json.decode(file.read_bytes(), type=Record)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -132,4 +152,6 @@ def _is_used(lock: Path) -> bool:
         owner = lock.read_text()
     except (OSError, UnicodeDecodeError):
         return False
-    return owner.isdecimal() and int(owner) != os.getpid() and began(int(owner)) != 0
+    if not owner.isdecimal() or len(owner) > _LONGEST_NUMBER:
+        return False
+    return int(owner) != os.getpid() and began(int(owner)) != 0

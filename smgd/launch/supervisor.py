@@ -3,6 +3,7 @@
     run
     └─ one task an engine      find or start, wait for the end, wait, start again
         ├─ output              until there is no more of it
+        ├─ record              is written again when somebody has removed it
         └─ patience            ends an engine that runs and does not serve
 
 What an end means is decided in `life`, what is shown of the output in `reader`; processes are
@@ -10,7 +11,8 @@ behind the seam of `process`. A family of processes is ended by its guardian, so
 task, however that happens, is one signal and cannot block; `stop` is the way that also waits.
 
 An engine and its worker go together: when the worker is removed, the engine ends, and when there is
-one again, it is started. Whoever removes the worker wants the GPU, and nothing else says so.
+one again, it is started. Whoever removes the worker wants the GPU, and nothing else says so. An
+engine that was told to end serves nobody any more: the next worker waits for its end (`gone`).
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from smgd.config import LaunchConfig
 from smgd.core import Worker, WorkerState
 from smgd.launch.life import End, EngineLife
 from smgd.launch.plan import EngineSpec, Plan
-from smgd.launch.process import EngineProcess, GuardedPrograms, Programs
+from smgd.launch.process import EngineProcess, Found, GuardedPrograms, Programs
 from smgd.launch.reader import show_output
-from smgd.launch.records import forgotten
+from smgd.launch.records import Forgotten, forgotten
+from smgd.launch.strays import KILL_SECONDS
 from smgd.samples import ProcessSample
 
 log = structlog.get_logger("smgd.launch")
@@ -40,8 +43,8 @@ log = structlog.get_logger("smgd.launch")
 WEDGED_SECONDS = 30.0
 # From the end of an engine to that of its output: somebody else may hold the other end of the pipe.
 LAST_OUTPUT_SECONDS = 1.0
-# From SIGKILL to the end of a process. Longer than this is a driver that does not let go.
-KILL_SECONDS = 5.0
+# Between looks whether the record of an engine that is kept is still there.
+RECORD_SECONDS = 5.0
 
 
 class ManagedEngine:
@@ -63,6 +66,9 @@ class ManagedEngine:
         self._has_worker.set()
         self._worker_state: WorkerState = "pending"
         self._process: EngineProcess | None = None
+        self._is_told_to_end = False  # the latest process
+        self._gone = trio.Event()
+        self._gone.set()
         self._scope = trio.CancelScope()
         self._pausing = trio.CancelScope()
         self._patience = trio.CancelScope()
@@ -130,9 +136,18 @@ class ManagedEngine:
         self._has_worker = trio.Event()
         self._patience.deadline = math.inf
         if self._process is not None:
-            self._log.info("its worker was removed; ending the engine", pid=self._process.pid)
+            self._log.info(
+                "its worker was removed or has failed; ending the engine", pid=self._process.pid
+            )
+            self._is_told_to_end = True
+            if self._gone.is_set():
+                self._gone = trio.Event()
             self._process.terminate()
         self._pausing.cancel(reason="the worker was removed")
+
+    async def gone(self) -> None:
+        """Wait until the engine has ended, if it was told to since its worker was removed."""
+        await self._gone.wait()
 
     def _note_served(self, process: EngineProcess) -> None:
         try:
@@ -147,7 +162,7 @@ class ManagedEngine:
     def _patience_ends(self, process: EngineProcess) -> float:
         """Return when an engine is ended for not serving; one that has not served yet, never."""
         lacks = self._worker_state in ("pending", "not_ready")
-        if not (lacks and process.served and self._wanted and self.life.state == "running"):
+        if not (lacks and process.served and self._is_expected and self.life.state == "running"):
             return math.inf
         return min(self._patience.deadline, trio.current_time() + WEDGED_SECONDS)
 
@@ -167,9 +182,8 @@ class ManagedEngine:
 
     async def _left_over(self) -> EngineProcess | None:
         """Return the engine that an earlier smgd has left; one with another command is ended."""
-        found = self._programs.find(self.spec)
+        found = await self._found()
         if found is None:
-            await self._programs.clear(self.spec)
             return None
         process = found.process
         self._log.info(
@@ -186,8 +200,21 @@ class ManagedEngine:
         await self._watch(process)
         return None
 
+    async def _found(self) -> Found | None:
+        """Look for the engine until it is clear whether there is one: nothing runs beside it."""
+        while True:
+            try:
+                found = self._programs.find(self.spec)
+                if found is None:
+                    await self._programs.clear(self.spec)
+            except OSError as error:
+                await self._pause(self.life.not_started(str(error)))
+            else:
+                return found
+
     async def _live(self, process: EngineProcess | None) -> End | None:
         """Live one life of the engine, in a process that was found or a new one."""
+        self._is_told_to_end = False
         try:
             process = process or self._start()
         except (OSError, ValueError) as error:  # ValueError: what no process can be given
@@ -201,7 +228,8 @@ class ManagedEngine:
 
     @property
     def _is_expected(self) -> bool:
-        return self._wanted and self._has_worker.is_set()
+        """Whether there is to be an engine, and nobody has told the latest one to end."""
+        return self._wanted and self._has_worker.is_set() and not self._is_told_to_end
 
     def _start(self) -> EngineProcess:
         process = self._programs.start(self.spec)
@@ -223,6 +251,7 @@ class ManagedEngine:
         try:
             async with trio.open_nursery() as watching:
                 watching.start_soon(self._end_wedged, process)
+                watching.start_soon(self._keep_record, process)
                 async with trio.open_nursery() as reading:
                     reading.start_soon(self._read, process)
                     status = await process.wait()
@@ -232,9 +261,27 @@ class ManagedEngine:
             return status
         finally:
             self._process = None
+            self._gone.set()
             if not is_over and not self._keep:
                 process.terminate()
             process.close()
+
+    async def _keep_record(self, process: EngineProcess) -> None:
+        failure = ""
+        while True:
+            await trio.sleep(RECORD_SECONDS)
+            try:
+                if process.keep_record():
+                    self._log.error("process record was removed; written anew", pid=process.pid)
+                failure = ""
+            except OSError as error:
+                if str(error) != failure:
+                    self._log.warning(
+                        "process record was removed, and cannot be written: the next smgd does not"
+                        " find this engine, and ends it to start another; trying again",
+                        reason=str(error),
+                    )
+                failure = str(error)
 
     async def _read(self, process: EngineProcess) -> None:
         await show_output(process, self.spec.name, self._log, lambda: self._is_expected)
@@ -301,6 +348,12 @@ class Supervisor:
         else:
             engine.worker_changed(worker.state)
 
+    async def gone(self, url: str) -> None:
+        """Wait until the engine of a worker has ended, if it is being ended."""
+        engine = self.engines.get(url)
+        if engine is not None:
+            await engine.gone()
+
     def process(self, url: str) -> ProcessSample | None:
         """Return how the engine of a worker fares, None for one that smgd has not started."""
         engine = self.engines.get(url)
@@ -313,7 +366,12 @@ class Supervisor:
     def _tell_forgotten(self) -> None:
         """Tell of engines that were kept and that nobody would miss: they have their GPUs still."""
         known = {spec.name for spec in self._plan.engines}
-        for engine in forgotten(self._plan.directory, known):
+        found: list[Forgotten] = []
+        try:
+            found = forgotten(self._plan.directory, known)
+        except OSError as error:
+            log.warning("cannot look for engines that were kept", reason=str(error))
+        for engine in found:
             log.warning(
                 "engine runs that was kept and is not configured any more; to end it:"
                 f" kill {engine.pid}",

@@ -11,7 +11,7 @@ draining (`replace`, or added right after `remove`) waits for it to be gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 import msgspec
 import structlog
@@ -43,12 +43,17 @@ IDLE_POLL = 0.05
 Bind = Callable[[Addresses], WorkerSockets]
 
 
+async def _none_is_ended(_: str) -> None:
+    """Wait for nothing: the engines of this URL are not ours to end."""
+
+
 class FleetSettings(msgspec.Struct, kw_only=True):
     """What holds for all workers.
 
     `own` are the addresses (`host:port`) that no worker may have; `managed` are the URLs of workers
-    whose engines smgd starts itself, so that they are not given up. A change of `link` is for
-    workers that are added from then on; for other changes see `Fleet.settings_changed`.
+    whose engines smgd starts itself, so that they are not given up, and `engine_gone` waits for the
+    end of the engine of such a URL, if it was told to end. A change of `link` is for workers that
+    are added from then on; for other changes see `Fleet.settings_changed`.
     """
 
     link: LinkSettings = DEFAULT_SETTINGS
@@ -56,6 +61,7 @@ class FleetSettings(msgspec.Struct, kw_only=True):
     health: HealthConfig = HealthConfig()
     own: Sequence[str] = ()
     managed: Container[str] = ()
+    engine_gone: Callable[[str], Awaitable[None]] = _none_is_ended
 
 
 class Fleet:
@@ -324,7 +330,7 @@ class Fleet:
         task_status: trio.TaskStatus[WorkerError | None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         try:
-            await live(record, self._registry, task_status=task_status)
+            await live(record, self._registry, self.settings.engine_gone, task_status=task_status)
         finally:
             self._living.discard(record)
         if record.reason:

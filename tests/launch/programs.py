@@ -28,6 +28,7 @@ class MemoryProcess:
         self.grace = grace
         self.served = served
         self.record_error: OSError | None = None
+        self.record_is_removed = False
         self.terminated = 0
         self.closed = False
         self._stubborn = stubborn
@@ -66,6 +67,13 @@ class MemoryProcess:
         if self.record_error is not None:
             raise self.record_error
 
+    def keep_record(self) -> bool:
+        was_removed = self.record_is_removed
+        if was_removed and self.record_error is not None:
+            raise self.record_error
+        self.record_is_removed = False
+        return was_removed
+
     async def wait(self) -> int | None:
         await self._ended.wait()
         return self._status
@@ -88,6 +96,7 @@ class MemoryPrograms:
         self.started: list[MemoryProcess] = []
         self.started_at: list[float] = []
         self.left: Found | None = None
+        self.find_errors: list[OSError] = []
         self.cleared = 0
         self._failures = failures
         self._error = error or OSError(11, "Resource temporarily unavailable")
@@ -98,6 +107,8 @@ class MemoryPrograms:
         return self.started[-1]
 
     def find(self, spec: EngineSpec) -> Found | None:
+        if self.find_errors:
+            raise self.find_errors.pop()
         return self.left
 
     async def clear(self, spec: EngineSpec) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import shutil
 import signal
 import stat
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,6 +20,7 @@ import trio
 
 from smgd.launch.plan import EngineSpec
 from smgd.launch.process import EngineProcess, GuardedPrograms
+from smgd.launch.records import began
 from tests.launch.families import PATIENCE, marked, members, until
 
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
@@ -166,10 +171,18 @@ async def test_a_record_of_a_process_that_is_gone_finds_nothing(tmp_path: Path) 
     for pid in (2**22 - 1, os.getpid()):  # no such process; one that began at another time
         record.write_text(f'{{"pid": {pid}, "began": 1, "digest": ""}}')
         assert programs().find(spec) is None
+        await programs().clear(spec)
         assert not record.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"pid": "1"}', "[]"])
+def record_of(pid: int) -> str:
+    return f'{{"pid": {pid}, "began": 1, "digest": ""}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", '{"pid": "1"}', "[]", *map(record_of, (99999999999, 2**31, 0, -1))],
+)
 async def test_a_damaged_record_finds_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "engine-1.process.json").write_text(text)
     assert programs().find(spec_of(tmp_path, "true")) is None
@@ -212,10 +225,83 @@ async def test_that_an_engine_has_served_is_known_to_the_next_smgd(
     assert (before.process.served, after.process.served, after.is_same) == (False, True, True)
     before.process.close()
     after.process.close()
-    (tmp_path / "engine-1.process.json").unlink()
-    first.note_served()  # a record that somebody has removed does not come back
-    assert names(tmp_path) == ["engine-1.log"]
     await end(first)
+
+
+async def test_a_record_that_was_removed_is_written_again_as_long_as_the_engine_lives(
+    mark: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    spec = spec_of(directory, *SLEEP, mark)
+    first = programs(keep=True).start(spec)
+    first.note_served()
+    record = directory / "engine-1.process.json"
+    before = record.read_bytes()
+    assert not first.keep_record()
+    shutil.rmtree(directory)
+    with pytest.raises(FileNotFoundError):
+        first.keep_record()
+    directory.mkdir()
+    assert first.keep_record()
+    assert record.read_bytes() == before
+    found = programs().find(spec)
+    assert found is not None
+    assert (found.process.pid, found.process.served) == (first.pid, True)
+    found.process.close()
+    await end(first)
+    assert not first.keep_record()
+    assert names(directory) == []
+    owned = programs().start(spec)
+    assert not owned.keep_record()
+    await end(owned)
+
+
+async def test_an_engine_is_not_missed_for_want_of_descriptors(mark: str, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, *SLEEP, mark)
+    first = programs(keep=True).start(spec)
+    until(lambda: len(members(mark)) == 2)
+    with few_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        programs().find(spec)
+    for free in (1, 2):
+        with few_descriptors(free), suppress(OSError):
+            found = programs().find(spec)
+            assert found is not None
+            found.process.close()
+    with few_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        await programs().clear(spec)
+    assert (tmp_path / "engine-1.process.json").exists()
+    assert len(members(mark)) == 2
+    await end(first)
+
+
+@contextmanager
+def few_descriptors(free: int = 0) -> Iterator[None]:
+    """Let no more than so many files be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] != len(names(Path("/proc/self/fd"))) - 2:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+async def test_an_engine_that_cannot_be_watched_is_ended_at_once(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptor(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", no_descriptor)
+    for keep in (False, True):
+        with pytest.raises(OSError, match="Too many open files"):
+            programs(keep=keep).start(spec_of(tmp_path, *SLEEP, mark))
+    until(lambda: members(mark) == [])
 
 
 async def end(process: EngineProcess) -> None:
@@ -250,6 +336,102 @@ async def test_when_somebody_kills_the_guardian_all_of_the_engine_is_ended(
     assert lines[0]["event"] == "processes are left of an earlier engine; ending them"
     assert (lines[0]["engine"], len(lines[0]["pids"])) == ("engine-1", 3)
     assert "engine-1.process.json" not in names(tmp_path)
+
+
+TITLE = (
+    "import signal, sys; signal.signal(15, signal.SIG_IGN);"
+    "from setproctitle import setproctitle; setproctitle(sys.argv[1]);"
+    "print('up', flush=True); signal.pause()"
+)
+
+
+@pytest.mark.parametrize("keeps_environment", [True, False])
+async def test_processes_that_set_their_title_are_found(
+    mark: str, tmp_path: Path, keeps_environment: bool
+) -> None:
+    clear = () if keeps_environment else ("env", "-u", "SPT_NOENV")
+    process = programs().start(spec_of(tmp_path, *clear, sys.executable, "-c", TITLE, mark))
+    with trio.fail_after(PATIENCE):
+        assert (await process.read()).startswith(b"up")
+    [pid] = set(members(mark)) - {process.pid}
+    environ = environ_of(pid)
+    assert (b"SMGD_ENGINE=" in environ, b"PATH=" in environ) == (keeps_environment,) * 2
+    await killed(process, grace=0.3)
+    assert members(mark) == []
+
+
+def environ_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+CLEARED = ("env", "-i", sys.executable, "-c", STUBBORN)
+
+
+async def killed(process: EngineProcess, grace: float) -> None:
+    """Kill the guardian of an engine, and wait for the end of the rest."""
+    os.kill(process.pid, signal.SIGKILL)
+    process.grace = grace
+    with trio.fail_after(PATIENCE):
+        assert await process.wait() == 128 + signal.SIGKILL
+    process.close()
+
+
+async def test_processes_without_the_mark_are_found_by_their_session(
+    mark: str, tmp_path: Path
+) -> None:
+    script = f"setsid {' '.join(CLEARED[:4])} '{STUBBORN}' {mark}-outside & exec \"$@\""
+    spec = spec_of(tmp_path, "sh", "-c", script, "sh", *CLEARED, mark)
+    process = programs(keep=True).start(spec)
+    until(lambda: len(members(mark)) == 3)
+    await trio.sleep(0.2)  # until SIGTERM is ignored
+    await killed(process, grace=0.3)
+    until(lambda: len(members(mark)) == 1)
+    assert members(f"{mark}-outside") != []  # who has left the session, too, is not known
+
+
+async def test_the_next_smgd_ends_what_has_no_mark_by_the_record(mark: str, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, *CLEARED, mark)
+    process = programs(keep=True).start(spec)
+    until(lambda: len(members(mark)) == 2)
+    await trio.sleep(0.2)  # until SIGTERM is ignored
+    os.kill(process.pid, signal.SIGKILL)
+    until(lambda: began(process.pid) == 0)
+    assert len(members(mark)) == 1
+    following = GuardedPrograms(os.environ, keep=True, stop_grace=0)
+    assert following.find(spec) is None
+    with trio.fail_after(PATIENCE):
+        await following.clear(spec)
+        assert members(mark) == []
+        await process.wait()
+    process.close()
+
+
+async def test_sessions_of_the_living_are_let_alone(mark: str, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, *CLEARED, mark)
+    process = programs().start(spec)
+    until(lambda: len(members(mark)) == 2)
+    other = msgspec.structs.replace(spec, name="engine-2", url=f"ipc://{tmp_path}/engine-2")
+    (tmp_path / "engine-2.process.json").write_text(record_of(process.pid))
+    assert programs().find(other) is None
+    with trio.fail_after(PATIENCE):
+        await programs().clear(other)
+    assert len(members(mark)) == 2
+    await killed(process, grace=0)
+
+
+async def test_the_mark_stays_when_the_directory_is_made_anew(mark: str, tmp_path: Path) -> None:
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    spec = spec_of(directory, *SLEEP, mark)
+    process = programs(keep=True).start(spec)
+    until(lambda: len(members(mark)) == 2)
+    directory.rename(tmp_path / "former")
+    directory.mkdir()
+    with trio.fail_after(PATIENCE):
+        await programs().clear(spec)
+        assert members(mark) == []
+        await process.wait()
+    process.close()
 
 
 async def test_what_is_left_of_an_engine_that_cannot_be_found_is_ended(

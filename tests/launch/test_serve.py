@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import trio
 from msgspec import structs
 
 from smgd.admin import show
@@ -296,6 +297,69 @@ async def test_an_engine_ends_with_its_worker_and_who_asks_for_a_reload_brings_b
     assert not house.logged("engine session ended")
     with pytest.raises(WorkerError, match="cannot be added: smgd is stopping"):
         daemon.fleet.add(structs.replace(record.spec, url=f"{record.spec.url}x"))
+
+
+async def test_a_reload_while_an_engine_is_being_ended_waits_for_its_end(
+    build: Build, place: Place
+) -> None:
+    stubborn = "trap '' TERM; \"$@\" & while kill -0 $! 2>/dev/null; do sleep 0.02; done; sleep 0.7"
+    command = ["sh", "-c", stubborn, "sh", sys.executable, "-m", "smgd.sim.cli"]
+    dials = ["--handshake", "{handshake_address}", "--model-path", "{model}"]
+    house = build(workers=0, **tables(place, command=[*command, *dials]))
+    daemon = house.daemon = Daemon(house.config, reread=lambda: house.config)
+    await house.open()
+    await house.ready(1)
+    [engine] = daemon.engines.engines.values()
+    record = daemon.fleet.by_url(engine.spec.url)
+    assert record is not None
+    before = engine.life.pid
+
+    daemon.fleet.remove(record.id)
+    await until_async(
+        lambda: house.logged("its worker was removed or has failed; ending the engine")
+    )
+    daemon.reload(revive=True)
+    following = daemon.fleet.by_url(engine.spec.url)
+    assert following is not None
+    await trio.sleep(0.3)
+    assert (engine.life.pid, engine.life.state) == (before, "running")
+    assert daemon.registry.workers == {}
+    await house.ready(1)
+    assert engine.life.pid != before
+    assert (engine.life.starts, engine.life.restarts) == (2, 0)
+    assert (await house.ask("hello")).status == 200
+    await house.stop()
+
+
+async def test_no_engine_is_started_for_a_worker_whose_path_another_smgd_has(
+    build: Build, place: Place
+) -> None:
+    house = build(workers=0, **tables(place))
+    await house.open()
+    await house.ready(1)
+    daemon = house.daemon
+    [engine] = daemon.engines.engines.values()
+    record = daemon.fleet.by_url(engine.spec.url)
+    assert record is not None
+    daemon.fleet.remove(record.id)
+    await until_async(lambda: engine.life.state == "stopped")
+    await until_async(lambda: daemon.fleet.by_url(engine.spec.url) is None)
+
+    with Smgd(place) as other:
+        other.wait_until_said("ZMQ worker ready")
+        theirs = members(place.mark)
+        added = daemon.fleet.add(record.spec)
+        await until_async(lambda: added.state == "failed")
+        await trio.sleep(0.2)
+        assert (engine.life.state, engine.life.starts) == ("stopped", 1)
+        assert members(place.mark) == theirs
+        other.process.terminate()
+        assert await trio.to_thread.run_sync(other.process.wait) == 0
+    again = daemon.fleet.add(record.spec)
+    await house.ready(1)
+    assert (again.state, engine.life.state, engine.life.starts) == ("ready", "running", 2)
+    house.take_errors()
+    await house.stop()
 
 
 async def test_an_engine_in_a_crash_loop_is_seen_and_its_worker_is_not_given_up(

@@ -21,7 +21,8 @@ from smgd.launch.output import BURST_LINES, LAST_WORDS
 from smgd.launch.plan import EngineSpec, Plan
 from smgd.launch.process import Found
 from smgd.launch.records import Record
-from smgd.launch.supervisor import KILL_SECONDS, WEDGED_SECONDS, Supervisor
+from smgd.launch.strays import KILL_SECONDS
+from smgd.launch.supervisor import RECORD_SECONDS, WEDGED_SECONDS, Supervisor
 from smgd.samples import ProcessSample
 from tests.launch.programs import MemoryProcess, MemoryPrograms
 from tests.support import MemoryWorker
@@ -330,7 +331,7 @@ async def test_an_engine_ends_with_its_worker_and_is_started_with_the_next(
         await trio.testing.wait_all_tasks_blocked()
         assert state(supervisor) == "running"
         assert len(programs.started) == 2
-    assert "its worker was removed; ending the engine" in said(lines, "info")
+    assert "its worker was removed or has failed; ending the engine" in said(lines, "info")
     assert said(lines, "warning") == [PLAN.warnings[0]]
 
 
@@ -364,6 +365,42 @@ async def test_an_engine_without_a_worker_ends_also_if_it_is_to_be_kept(
         programs.process.end(0)
         await trio.sleep(1)
         assert state(supervisor) == "stopped"
+
+
+async def test_an_engine_that_is_being_ended_is_no_crash_when_its_worker_comes_back(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms(stubborn=True)
+    async with running(programs) as supervisor, trio.open_nursery() as nursery:
+        await supervisor.gone(SPEC.url)  # nobody ends it: at once
+        await supervisor.gone("ipc:///another")
+        supervisor.worker_changed(worker("ready"))
+        supervisor.worker_changed(worker("draining"), removed=True)
+        gone = trio.Event()
+
+        async def wait_for_the_end() -> None:
+            await supervisor.gone(SPEC.url)
+            gone.set()
+
+        nursery.start_soon(wait_for_the_end)
+        await trio.sleep(5)
+        supervisor.worker_changed(worker("pending"))
+        await trio.sleep(WEDGED_SECONDS + 5)
+        assert (gone.is_set(), len(programs.started)) == (False, 1)
+        programs.process.print(b"bye")
+        programs.process.end(143)
+        await trio.testing.wait_all_tasks_blocked()
+        assert gone.is_set()
+        assert supervisor.process(SPEC.url) == ProcessSample("running", 2, 0, 101)
+        programs.process.end(1)  # that one was told nothing
+        await trio.sleep(0.5)
+        assert state(supervisor) == "waiting"
+        await trio.sleep(1)
+        programs.process.end(0)
+    assert "engine was ended by SIGTERM" not in str(lines)
+    ended = [text for text in said(lines, "warning") if text.startswith("engine ended")]
+    assert len(ended) == 1
+    assert ended[0].startswith("engine ended with status 1 after")
 
 
 # ------------------------------------------------------------------------------- stopping
@@ -568,6 +605,39 @@ async def test_a_record_that_cannot_be_written_is_told(
         supervisor.worker_changed(worker("ready"))
     [told] = [line for line in lines if line["event"].startswith("process record not written")]
     assert told["reason"] == "[Errno 28] No space left on device"
+
+
+async def test_a_record_that_was_removed_is_written_again(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    async with running(programs, keep=True):
+        process = programs.process
+        process.record_error = OSError(2, "No such file or directory")
+        process.record_is_removed = True
+        await trio.sleep(3 * RECORD_SECONDS + 1)
+        [told] = said(lines, "warning")[1:]
+        assert told.startswith("process record was removed, and cannot be written")
+        process.record_error = None
+        await trio.sleep(3 * RECORD_SECONDS)
+        assert not process.record_is_removed
+    assert said(lines, "error") == ["process record was removed; written anew"]
+
+
+async def test_nothing_is_started_as_long_as_it_is_not_clear_what_runs(
+    autojump_clock: MockClock, lines: Lines
+) -> None:
+    programs = MemoryPrograms()
+    programs.left = served()
+    programs.find_errors = [OSError(24, "Too many open files")] * 3
+    async with running(programs) as supervisor:
+        await trio.sleep(6.5)
+        assert (state(supervisor), programs.cleared) == ("waiting", 0)
+        await trio.sleep(1)
+        assert supervisor.engines[SPEC.url].life.pid == 7
+    assert programs.started == []
+    text = "engine cannot be started: [Errno 24] Too many open files; next start in 1 s"
+    assert text in said(lines, "warning")
 
 
 async def test_engines_that_nobody_would_miss_are_told(
