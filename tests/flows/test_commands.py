@@ -84,6 +84,8 @@ async def test_a_port_in_use_is_one_clear_line(flag: str) -> None:
 async def test_a_handshake_port_in_use_is_named() -> None:
     with short_directory() as directory, socket.socket() as taken:
         port = handshake_port(f"{directory}/e0")
+        # A connection of an earlier test may still be in TIME_WAIT there.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((HOST, port))
         taken.listen()
         result = await run(
