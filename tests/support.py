@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from smgd.core import (
     Delta,
     EngineCounts,
@@ -16,6 +18,14 @@ from smgd.core import (
     WorkerState,
 )
 from smgd.errors import EngineLostError
+
+# By this, coverage measures the Python programs that a test starts.
+MEASURING = "COVERAGE_PROCESS_CONFIG"
+
+
+def unmeasured() -> dict[str, str]:
+    """Return the environment for a program that may write no file where coverage wants one."""
+    return {name: value for name, value in os.environ.items() if name != MEASURING}
 
 
 def request(request_id: str = "r1", *, model: str = "m", max_tokens: int = 16) -> GenerationRequest:

@@ -242,6 +242,7 @@ class ZmqSocket:
             self._monitor.close()
         if self._reader_waits:
             trio.lowlevel.notify_closing(self._fd)
+        self._exhausted = False  # whoever reads next must not wait: the descriptor is gone
         self._raw.close(linger=round(linger * 1000))
         self._on_close(self)
 

@@ -21,6 +21,7 @@ from smgd.admin.server import Run, opened, serve, socket_path
 from smgd.config import AdminConfig
 from smgd.errors import ConfigError
 from tests.admin.conftest import raw
+from tests.support import unmeasured
 
 
 def echo(request: Request, peer: Peer) -> Answer:
@@ -233,7 +234,7 @@ async def ask_as(
     command = [sys.executable, "-c", program, groups, str(path)]
     with trio.fail_after(30):
         return await trio.run_process(
-            command, check=False, capture_stdout=True, capture_stderr=True
+            command, check=False, capture_stdout=True, capture_stderr=True, env=unmeasured()
         )
 
 

@@ -313,6 +313,26 @@ class Gateway:
         [value] = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
         return float(value)
 
+    def wait_running(
+        self, count: int, seconds: float = 10, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until the engine itself has reported that many running requests.
+
+        `check` is called before every look, and may raise. Raises `RigError` with the last report.
+        """
+        reported = -1.0
+
+        def is_reached() -> bool:
+            nonlocal reported
+            check()
+            reported = self.gauge("smg_engine_running_requests")
+            return reported == count
+
+        try:
+            wait_until(is_reached, seconds, f"{count} running requests")
+        except RigError as error:
+            raise RigError(f"{error}; there are {reported:g}") from error
+
     def close(self) -> int:
         """Stop it as an operator would; return its exit code."""
         self.http.close()
@@ -325,12 +345,17 @@ def chat_body(content: str = "Hello", **fields: Any) -> dict[str, Any]:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Poll until `condition` gives something true, and return that. Raises `RigError`."""
+    """Poll until `condition` gives something true, and return that. Raises `RigError`.
+
+    The last look is after the deadline: a machine that stands still for a while is no failure.
+    """
     deadline = time.monotonic() + seconds
+    late = False
     while not (value := condition()):
-        if time.monotonic() > deadline:
+        if late:
             raise RigError(f"waited {seconds:g} s in vain for: {what}")
         time.sleep(POLL_SECONDS)
+        late = time.monotonic() > deadline
     return value
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.rig import Engine, Gateway, start_engine, wait_until
-from tests.engine.test_hangups import client, read_until, wait_running
+from tests.engine.test_hangups import client, read_until
 
 STREAMS = 8
 # From the moment at which the sockets are bound to the first new answer.
@@ -99,7 +99,7 @@ def test_a_killed_smgd_in_the_middle_of_streams(lives: Lives) -> None:
     processes = set(lives.engine.family.members())
     with ExitStack() as stack:
         streams(lives.gateway, stack)
-        wait_running(lives.gateway, STREAMS)
+        lives.gateway.wait_running(STREAMS)
         lives.kill()
         killed = time.time()
     lives.restart()
@@ -114,9 +114,7 @@ def test_a_killed_smgd_in_the_middle_of_streams(lives: Lives) -> None:
     assert set(lives.engine.family.members()) == processes, "the engine was not reloaded"
     [adopted] = lives.gateway.logged("engine adopted")
     print(f"adopted {adopted['seconds_since_bound']} s after the sockets were bound")
-    wait_until(
-        lambda: lives.gateway.gauge("smg_engine_running_requests") == 0, 10, "nothing that runs"
-    )
+    lives.gateway.wait_running(0)
     assert lives.gateway.gauge("smg_engine_aborts_total") == STREAMS
     idle = lives.engine.idle_since(bound, 10)
     print(f"the engine had nothing left to run {idle:.3f} s after the sockets were bound")

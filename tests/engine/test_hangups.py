@@ -47,13 +47,6 @@ def read_until(sock: socket.socket, mark: bytes, count: int = 1) -> bytes:
     return data
 
 
-def wait_running(gateway: Gateway, count: int) -> None:
-    """Wait until the engine itself has reported that many running requests."""
-    wait_until(
-        lambda: gateway.gauge("smg_engine_running_requests") == count, 10, f"{count} running"
-    )
-
-
 def check_freed(engine: Engine, gateway: Gateway, left: float) -> None:
     """Check that the engine ran out of work soon after `left`, and that the gauges say so."""
     seconds = engine.idle_since(left, WITHIN)
@@ -93,7 +86,7 @@ def test_leaving_a_stream(how: str, choices: int, engine: Engine, gateway: Gatew
 def test_leaving_before_the_answer(choices: int, engine: Engine, gateway: Gateway) -> None:
     before = aborts(gateway)
     with client(gateway, n=choices):
-        wait_running(gateway, choices)
+        gateway.wait_running(choices)
     check_freed(engine, gateway, time.time())
     assert aborts(gateway) - before == choices
 
@@ -121,9 +114,9 @@ def test_those_who_stay_are_not_disturbed(engine: Engine, gateway: Gateway) -> N
     with client(gateway, stream=True, max_tokens=60) as stays:
         with client(gateway, stream=True) as leaves:
             read_until(leaves, b'"content":', 3)
-            wait_running(gateway, 2)
+            gateway.wait_running(2)
         left = time.monotonic()
-        wait_running(gateway, 1)
+        gateway.wait_running(1)
         assert time.monotonic() - left < WITHIN
         assert b'"finish_reason":"length"' in read_until(stays, b"data: [DONE]")
     assert gateway.gauge("smg_worker_requests_active") == 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Semaphore
 from typing import Any
 
 import openai
 
-from tests.engine.rig import MODEL_NAME, START_SECONDS, Engine, Gateway, wait_until
+from tests.engine.rig import MODEL_NAME, START_SECONDS, Engine, Gateway, RigError, wait_until
 
 LONG: dict[str, Any] = {
     "model": MODEL_NAME,
@@ -58,10 +58,16 @@ def fail_in_flight(
         running = [pool.submit(Failed, client, began, n) for n in (None, None, *streams)]
         for _ in streams:
             assert began.acquire(timeout=30)
-        wait_until(lambda: gateway.gauge("smg_engine_running_requests") == 6, 30, "6 running")
+        gateway.wait_running(6, 30, lambda: _check_asked(running))
         end()
         ended = time.monotonic()
         return [future.result() for future in running], ended
+
+
+def _check_asked(asked: Sequence[Future[Failed]]) -> None:
+    for future in asked:
+        if future.done():
+            raise RigError(f"a request has failed before its engine: {future.result().error}")
 
 
 def check_failed(failed: list[Failed], ended: float) -> None:

@@ -240,6 +240,19 @@ async def test_closing_wakes_the_reader_and_the_monitor(context: ZmqContext, add
         await router.recv_batch()
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+async def test_a_reader_that_has_closed_its_socket_does_not_wait_for_it(
+    context: ZmqContext, address: str, limit: int
+) -> None:
+    push, pull = pipe(context, address)
+    with trio.fail_after(5):
+        await push.send([b"last"])
+        assert await pull.recv_batch(limit) == [[b"last"]]
+        pull.close()
+        with pytest.raises(trio.ClosedResourceError):
+            await pull.recv_batch(limit)
+
+
 async def test_only_one_task_may_read(context: ZmqContext, address: str) -> None:
     _, pull = pipe(context, address)
     async with trio.open_nursery() as nursery:

@@ -22,6 +22,7 @@ from smgd.launch.plan import EngineSpec
 from smgd.launch.process import EngineProcess, GuardedPrograms
 from smgd.launch.records import began
 from tests.launch.families import PATIENCE, marked, members, until
+from tests.support import MEASURING
 
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
 SLEEP = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)")
@@ -349,7 +350,7 @@ TITLE = (
 async def test_processes_that_set_their_title_are_found(
     mark: str, tmp_path: Path, keeps_environment: bool
 ) -> None:
-    clear = () if keeps_environment else ("env", "-u", "SPT_NOENV")
+    clear = () if keeps_environment else ("env", "-u", "SPT_NOENV", "-u", MEASURING)
     process = programs().start(spec_of(tmp_path, *clear, sys.executable, "-c", TITLE, mark))
     with trio.fail_after(PATIENCE):
         assert (await process.read()).startswith(b"up")
