@@ -15,6 +15,11 @@ from smgd.errors import ApiError
 from smgd.web.replies import json_response
 from smgd.web.service import Service
 
+# What clients ask of engines with an HTTP server of their own, and where smgd has it.
+ELSEWHERE = {
+    "/health_generate": "/readiness tells whether requests are served",
+    "/engine_metrics": "GET /metrics has the engines' figures",
+}
 EMBEDDING_ROUTES = ("/v1/embeddings", "/v1/classify", "/v1/rerank", "/rerank")
 
 
@@ -24,10 +29,17 @@ def add_routes(app: QuartTrio, service: Service) -> None:
     _information(app, service)
     for path in EMBEDDING_ROUTES:
         app.add_url_rule(path, path, _no_embeddings, methods=["POST"])
+    for path in ELSEWHERE:
+        app.add_url_rule(path, path, _elsewhere, methods=["GET"])
 
 
 async def _no_embeddings() -> Response:
     raise ApiError(501, "unsupported_backend", "ZMQ backend does not support embeddings yet")
+
+
+async def _elsewhere() -> Response:
+    text = f"{request.path} is not implemented for ZMQ workers: {ELSEWHERE[request.path]}"
+    raise ApiError(501, "unsupported_backend", text)
 
 
 def _engine_control(app: QuartTrio, service: Service) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from typing import Any, TypeVar, cast
 
-import msgspec
+import structlog
 from msgspec import structs
 from quart import Response, g, request
 from quart_trio import QuartTrio
@@ -18,11 +18,14 @@ from smgd.errors import ApiError, WorkerError, WorkerExistsError, WorkerNotFound
 from smgd.web import gate
 from smgd.web.replies import json_response
 from smgd.web.service import Service
+from smgd.workers.body import convert, decode, ignored
 from smgd.workers.record import Record
 from smgd.workers.spec import WorkerPatch, WorkerSpec
 from smgd.workers.view import fleet_view, job_view, worker_view
 
-T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T", WorkerSpec, WorkerPatch)
 
 # What a worker's model can be asked for.
 ENDPOINTS = tuple(surface.endpoint for surface in SURFACES)
@@ -47,7 +50,9 @@ def add_routes(app: QuartTrio, service: Service) -> None:
 
     @app.post("/workers")
     async def add() -> Response:
-        record = fleet.add(_decode(await _body(), WorkerSpec))
+        fields, spec = await _asked(WorkerSpec)
+        record = fleet.add(spec)
+        _tell_ignored(record, fields, WorkerSpec)
         return _accepted(record, "Worker added; it is registered in the background")
 
     @app.get("/workers")
@@ -68,15 +73,18 @@ def add_routes(app: QuartTrio, service: Service) -> None:
 
     @app.put("/workers/<worker_id>")
     async def replace(worker_id: str) -> Response:
-        record = fleet.replace(_id(worker_id), _decode(await _body(), WorkerSpec))
+        fields, spec = await _asked(WorkerSpec)
+        record = fleet.replace(_id(worker_id), spec)
+        _tell_ignored(record, fields, WorkerSpec)
         return _accepted(record, "Worker replaced")
 
     @app.patch("/workers/<worker_id>")
     async def change(worker_id: str) -> Response:
-        fields = _decode(await _body(), dict[str, Any])
+        fields = decode(await _body())
         if fixed := sorted(_NOT_PATCHED & fields.keys()):
             raise WorkerError(f"PATCH cannot change {', '.join(fixed)}: use PUT")
-        record = fleet.patch(_id(worker_id), _convert(fields, WorkerPatch))
+        record = fleet.patch(_id(worker_id), convert(fields, WorkerPatch))
+        _tell_ignored(record, fields, WorkerPatch)
         return _accepted(record, "Worker changed")
 
     @app.delete("/workers/<worker_id>")
@@ -109,26 +117,22 @@ async def _body() -> bytes:
     # Cross-origin forms of a browser can send anything but JSON.
     content_type = request.headers.get("content-type", "")
     content_encoding = request.headers.get("content-encoding", "")
+    gate.check_content_encoding(content_encoding.encode())
     try:
         gate.check_content_type(content_type.encode())
-        gate.check_content_encoding(content_encoding.encode())
     except ApiError as error:
         raise WorkerError(error.message) from error
     return cast("bytes", await request.get_data(as_text=False))
 
 
-def _decode(body: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WorkerError(f"invalid request body: {error}") from error
+async def _asked(kind: type[T]) -> tuple[dict[str, Any], T]:
+    fields = decode(await _body())
+    return fields, convert(fields, kind)
 
 
-def _convert(fields: dict[str, Any], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(fields, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise WorkerError(f"invalid request body: {error}") from error
+def _tell_ignored(record: Record, fields: dict[str, Any], kind: type[T]) -> None:
+    if names := ignored(fields, kind):
+        log.warning("worker fields ignored", worker=record.spec.url, fields=names)
 
 
 def _accepted(record: Record, message: str) -> Response:

@@ -68,9 +68,8 @@ def job_view(record: Record) -> dict[str, Any] | None:
             if record.leaving:
                 job = "RemoveWorker", "processing", f"draining: {requests}"
             else:
-                status = "processing" if record.worker.requests_active else "completed"
                 text = f"drained, not removed: {requests}; PUT it to have it serve again"
-                job = "DrainWorker", status, text
+                job = "DrainWorker", "processing", text
         case "pending":
             text = f"waiting for {record.worker.awaited} at {record.addresses.handshake}"
             job = "AddWorker", "processing", record.waits or text

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trio
 
+from tests.flows.client import head, send
 from tests.flows.house import until
 from tests.workers.api import ApiHouse, api_house
 
@@ -194,6 +195,73 @@ async def test_bodies_that_are_none(nursery: trio.Nursery) -> None:
         assert (answer.status, answer.json["code"]) == (400, "BAD_REQUEST")
         assert "Content-Type" in answer.json["error"]
         assert answer.headers["x-smg-error-code"] == "BAD_REQUEST"
+
+
+NULLS: dict[str, Any] = {
+    "models": None, "worker_type": None, "connection_mode": None, "runtime_type": None,
+    "runtime": None, "labels": None, "priority": None, "cost": None, "dp_size": None,
+    "max_connection_attempts": None, "dp_rank": None, "zmq_handshake_address": None,
+    "health": None, "api_key": None, "http_pool": None,
+}  # fmt: skip
+CARD = {"id": "smgd-sim", "aliases": None, "tokenizer_path": None, "chat_template": None}
+HEALTH = {"failure_threshold": None, "drain_settle_secs": 7, "timeout_secs": None}
+
+
+async def test_null_means_absent(nursery: trio.Nursery) -> None:
+    async with api_house(nursery) as api:
+        plain = (await api.call("GET", f"/workers/{await api.add(1)}")).json
+        nulls = await api.add(2, **NULLS)
+        filled = NULLS | {"models": [CARD], "health": HEALTH, "labels": {"rack": None, "row": "2"}}
+        other = await api.add(3, **filled)
+        shown = (await api.call("GET", f"/workers/{nulls}")).json
+        own = ("id", "url", "zmq_handshake_address", "job_status")
+        assert {k: v for k, v in shown.items() if k not in own} == {
+            k: v for k, v in plain.items() if k not in own
+        }
+        assert (await api.call("GET", f"/workers/{other}")).json["labels"] == {"row": "2"}
+        path = f"/workers/{plain['id']}"
+        for method, body in (("PUT", {"url": plain["url"], **filled}), ("PATCH", {"cost": None})):
+            assert (await api.call(method, path, body)).status == 202
+        changes = {"url": None, "priority": None, "labels": {"rack": "7", "a": None}}
+        assert (await api.call("PATCH", path, changes)).status == 202
+        assert (await api.call("GET", path)).json["labels"] == {"row": "2", "rack": "7"}
+        assert not api.house.logged("worker fields ignored")
+        assert "Expected `str`, got `null`" not in await api.refused(url=None)
+        assert "missing required field `url`" in await api.refused(url=None)
+        assert "Expected `object`, got `null`" in await api.refused(models=[None])
+
+
+async def test_fields_that_do_nothing_are_told(nursery: trio.Nursery) -> None:
+    async with api_house(nursery) as api:
+        worker_id = await api.add(
+            1,
+            colour="red",
+            api_key="hush",
+            health={"check_interval_secs": 5, "drain_settle_secs": 5},
+            models=[{"id": "smgd-sim", "context_length": 9}],
+            labels={"tool_parser": "hermes", "rack": "7"},
+        )
+        path = f"/workers/{worker_id}"
+        await api.call("PATCH", path, {"health": {"timeout_secs": 1}, "api_key": "hush"})
+        shown = (await api.call("GET", path)).json
+        await api.call("PUT", path, {**shown, "models": []})
+        told = api.house.logged("worker fields ignored")
+        assert [line["fields"] for line in told] == [
+            ["api_key", "colour", "health.check_interval_secs", "models.context_length"]
+            + ["labels.tool_parser"],
+            ["health.timeout_secs"],
+            ["labels.tool_parser"],
+        ]
+        assert {(line["log_level"], line["worker"]) for line in told} == {("warning", api.urls[1])}
+
+
+async def test_a_compressed_body_is_refused(nursery: trio.Nursery) -> None:
+    async with api_house(nursery) as api:
+        headers = ["Content-Type: application/json", "Content-Encoding: gzip", "Content-Length: 1"]
+        call = await send(api.house.port, head("/workers", *headers, method="POST") + b"x", "POST")
+        async with call.stream:
+            answer = await call.read()
+        assert (answer.status, answer.error["code"]) == (415, "unsupported_content_encoding")
 
 
 async def test_no_worker_without_a_model(nursery: trio.Nursery) -> None:
@@ -516,7 +584,7 @@ async def test_a_drained_worker_is_put_back_to_work(nursery: trio.Nursery) -> No
         await call.read()
         assert (call.done, call.finishes()) == (True, ["length"])
         job = (await api.call("GET", path)).json["job_status"]
-        assert (job["job_type"], job["status"]) == ("DrainWorker", "completed")
+        assert (job["job_type"], job["status"]) == ("DrainWorker", "processing")
         answer = await api.house.ask("more")
         assert (answer.status, answer.error["code"]) == (503, "no_available_workers")
         assert (await api.call("PUT", path, {"url": api.urls[0]})).status == 202
@@ -679,6 +747,12 @@ async def test_what_engines_cannot_be_asked_over_zmq(nursery: trio.Nursery) -> N
             [failed] = answer.json["failed"]
             text = f"{verb}_profile is not supported over ZMQ"
             assert failed["error"] == f"{verb}_profile failed for worker {api.urls[0]}: {text}"
+        for name, there in (("health_generate", "/readiness"), ("engine_metrics", "/metrics")):
+            answer = await api.call("GET", f"/{name}")
+            assert (answer.status, answer.error["code"]) == (501, "unsupported_backend")
+            text = f"/{name} is not implemented for ZMQ workers: "
+            assert answer.error["message"].startswith(text)
+            assert there in answer.error["message"]
 
 
 async def test_loads_and_what_the_server_says_of_itself(nursery: trio.Nursery) -> None:
