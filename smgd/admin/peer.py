@@ -16,9 +16,10 @@ from typing import Final
 import msgspec
 import trio
 
+from smgd.files import credentials
+
 # Not in Python's socket module (Linux 4.13; asm-generic/socket.h).
 _SO_PEERGROUPS: Final = 59
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 # The most that Python's getsockopt gives: 256 groups.
 _GROUPS_BYTES: Final = 1024
 
@@ -49,9 +50,7 @@ def access_to(path: str) -> Access:
 
 def peer_of(connection: trio.socket.SocketType) -> Peer:
     """Return who has connected. Raises OSError."""
-    size = _CREDENTIALS.size
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    pid, uid, gid = _CREDENTIALS.unpack(credentials)
+    pid, uid, gid = credentials(connection)
     return Peer(pid, uid, frozenset((gid, *_groups(connection))))
 
 

@@ -25,6 +25,7 @@ from smgd.admin.peer import Access, Peer, access_to, peer_of
 from smgd.admin.protocol import MAX_REQUEST, Answer, Request, decode_request, encode
 from smgd.config import AdminConfig
 from smgd.errors import ConfigError
+from smgd.files import hold, is_at, listener_of
 
 log = structlog.get_logger("smgd.admin")
 
@@ -143,10 +144,11 @@ def opened(
     if inherited or not path:
         yield inherited
         return
+    file = Path(path)
     try:
         gid = grp.getgrnam(config.group).gr_gid if config.group else -1
-        listener = _listen(path, int(config.mode, 8), gid)
-        mine = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        listener = _listen(file, int(config.mode, 8), gid)
+        mine = hold(file)
     except KeyError:
         raise ConfigError(f"admin.group: there is no group {config.group!r}") from None
     except OSError as error:
@@ -157,31 +159,29 @@ def opened(
         yield [trio.SocketListener(trio.socket.from_stdlib_socket(listener))]
     finally:
         listener.close()
-        _remove_own(path, mine)
+        _remove_own(file, mine)
 
 
-def _remove_own(path: str, mine: int) -> None:
-    """Remove the file that `mine` is a descriptor of, which keeps its inode from being reused."""
+def _remove_own(path: Path, mine: int) -> None:
+    """Remove the file that `mine` is a descriptor of."""
     try:
-        if os.path.samestat(os.fstat(mine), os.lstat(path)):
-            Path(path).unlink()
-    except FileNotFoundError:
-        pass
+        if is_at(path, mine):
+            path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("cannot remove the admin socket", path=path, reason=str(error))
+        log.warning("cannot remove the admin socket", path=str(path), reason=str(error))
     finally:
         os.close(mine)
 
 
-def _listen(path: str, mode: int, gid: int) -> socket.socket:
+def _listen(path: Path, mode: int, gid: int) -> socket.socket:
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(path)
+        listener.bind(os.fspath(path))
         # Nobody can connect before listen, so there is no moment with another mode.
         if gid != -1:  # not without need: a service may be denied the call as such
             os.chown(path, -1, gid)
-        Path(path).chmod(mode)
+        path.chmod(mode)
         listener.listen(BACKLOG)
     except OSError:
         listener.close()
@@ -189,18 +189,11 @@ def _listen(path: str, mode: int, gid: int) -> socket.socket:
     return listener
 
 
-def _remove_stale(path: str) -> None:
+def _remove_stale(path: Path) -> None:
     """Remove the socket file of a daemon that is gone, and nothing else. Raises OSError."""
     with suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(errno.EEXIST, "there is a file that is not a socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            try:
-                probe.connect(path)
-            except ConnectionRefusedError:
-                Path(path).unlink()
-                return
-            except BlockingIOError:  # its backlog is full, so somebody listens
-                pass
+        if listener_of(path) is not None:
             raise OSError(errno.EADDRINUSE, "another process listens on it")
+        path.unlink()

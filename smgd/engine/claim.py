@@ -6,17 +6,14 @@ must be a real directory of our own. Socket files are removed only if they are s
 listens on them, so that not even another program, which does not know the lock, is robbed of them.
 
 A socket goes on when its file is removed, and so do its connections, but nobody finds it any more.
-So a claim knows which files are its own (`lost`), by a descriptor of each: as long as that is open,
-no other file can get its inode, which would otherwise be the next one to be used.
+So a claim knows which files are its own (`lost`), by a descriptor of each.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import stat
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,8 +22,9 @@ from typing import Self
 
 from smgd.engine.paths import Addresses
 from smgd.errors import WorkerError
+from smgd.files import hold, is_at, listener_of
 
-_SUN_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Claim:
@@ -85,7 +83,7 @@ class Claim:
         self._forget(path)
         with _named(self._addresses):
             try:
-                self._bound[path] = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._bound[path] = hold(path)
             except FileNotFoundError:  # so it is lost already
                 self._bound[path] = None
 
@@ -145,7 +143,7 @@ def check_directory(path: Path) -> None:
 def _lock(path: Path) -> int:
     """Return the descriptor that holds the lock. Raises `WorkerError`, naming the owner."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, _LOCK, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -155,23 +153,16 @@ def _lock(path: Path) -> int:
                 f"{path.with_suffix('')} is in use by the process with pid {owner}: "
                 f"give each gateway its own socket path"
             ) from error
-        if _is_still_at(path, descriptor):
+        if is_at(path, descriptor):
             os.ftruncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
             return descriptor
         os.close(descriptor)  # its last owner removed it while we were waiting: take the new one
 
 
-def _is_still_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def _is_visible_at(path: Path, descriptor: int | None) -> bool:
     try:
-        return descriptor is not None and _is_still_at(path, descriptor)
+        return descriptor is not None and is_at(path, descriptor)
     except OSError:  # why it cannot be seen, `prepare` tells
         return False
 
@@ -183,26 +174,10 @@ def _remove_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise WorkerError(f"ipc socket path {path} exists but is not a socket; refusing to unlink")
-    owner = _listener(path)
+    owner = listener_of(path)
     if owner is not None:
         raise WorkerError(
-            f"ipc socket path {path} is in use by the process with pid {owner}: "
+            f"ipc socket path {path} is in use by the process with pid {owner or 'unknown'}: "
             f"give each gateway its own socket path"
         )
     path.unlink()
-
-
-def _listener(path: Path) -> int | None:
-    """Return the pid of the process that listens on a socket file, if one does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            return None
-        except BlockingIOError:  # its backlog is full, so somebody owns it
-            pass
-        size = _SUN_CREDENTIALS.size
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        pid, _, _ = _SUN_CREDENTIALS.unpack(credentials)
-        return int(pid)

@@ -29,9 +29,9 @@ from smgd.engine.handshake import Said
 from smgd.engine.paths import Addresses
 from smgd.engine.roster import Roster
 from smgd.errors import RemoteProtocolError, SmgdError
+from smgd.files import write_whole
 
 _FORMAT = 1
-_MODE = 0o600
 # Not waiting for anybody, in case that it is a pipe.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # A registration has some hundred bytes, and there are a thousand engines at most.
@@ -124,12 +124,7 @@ class RecordFile:
             if not known.engines:
                 self.path.unlink(missing_ok=True)
                 return
-            new = self.path.with_name(self.path.name + ".new")
-            new.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with os.fdopen(os.open(new, flags, _MODE), "wb") as file:
-                file.write(msgspec.json.encode(self._record(known)))
-            new.replace(self.path)
+            write_whole(self.path, msgspec.json.encode(self._record(known)))
 
     def set_aside(self) -> Path:
         """Rename the file, so that it is not met again; return its new name."""

@@ -16,6 +16,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from smgd.files import write_whole
 from smgd.launch.plan import EngineSpec
 
 _SUFFIX: Final = ".process.json"
@@ -69,11 +70,7 @@ class RecordFile:
 
     def write(self, record: Record) -> None:
         """Write a record at once: it is whole or not there. Raises OSError."""
-        new = self._path.with_suffix(".new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with os.fdopen(os.open(new, flags, 0o600), "wb") as stream:
-            stream.write(msgspec.json.encode(record))
-        new.replace(self._path)
+        write_whole(self._path, msgspec.json.encode(record))
 
     def remove(self) -> None:
         """Remove the file, if there is one. Raises OSError."""

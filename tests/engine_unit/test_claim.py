@@ -129,7 +129,8 @@ def test_a_listener_with_a_full_queue_is_found_as_well(addresses: paths.Addresse
                 client.setblocking(False)
                 with suppress(BlockingIOError):
                     client.connect(str(path))
-            with pytest.raises(WorkerError, match="is in use by"):
+            text = "is in use by the process with pid unknown: give"
+            with pytest.raises(WorkerError, match=text):
                 Claim(addresses).__enter__()
 
 
@@ -141,6 +142,18 @@ def test_other_files_are_not_removed(addresses: paths.Addresses) -> None:
     with pytest.raises(WorkerError, match=text):
         Claim(addresses).__enter__()
     assert path.read_text() == "precious"
+
+
+def test_a_link_is_no_lock(addresses: paths.Addresses) -> None:
+    """It would be another file's, and could be exchanged while it is held."""
+    addresses.lock.parent.mkdir()
+    elsewhere = addresses.lock.with_name("elsewhere")
+    elsewhere.write_text("precious")
+    addresses.lock.symlink_to(elsewhere)
+    with pytest.raises(WorkerError, match=r"cannot use socket path of ipc:.*symbolic links"):
+        Claim(addresses).__enter__()
+    assert elsewhere.read_text() == "precious"
+    assert addresses.lock.is_symlink()
 
 
 def test_the_directory_must_be_a_directory(tmp_path: Path) -> None:
@@ -191,6 +204,15 @@ def test_a_file_that_is_removed_or_replaced_is_lost(addresses: paths.Addresses) 
         with listener(first):
             claim.bound(first)
             assert claim.lost() == []
+
+
+def test_a_link_to_a_file_of_ours_is_not_ours(addresses: paths.Addresses) -> None:
+    first, _ = addresses.sockets
+    with bound(addresses) as claim:
+        moved = first.rename(first.with_name("elsewhere"))
+        first.symlink_to(moved)
+        assert claim.lost() == [first]
+    assert first.is_symlink()
 
 
 def test_a_file_that_is_gone_when_it_is_looked_at_first_is_lost(addresses: paths.Addresses) -> None:
