@@ -19,6 +19,7 @@ from smgd.engine.claim import Claim
 from smgd.engine.paths import Addresses
 from smgd.engine.transport import WorkerSockets
 from smgd.errors import WorkerError
+from smgd.once import Once
 
 # libzmq lets go of an address only a moment after its socket was closed, so that a worker which
 # follows another on the same path may have to try more than once.
@@ -44,8 +45,8 @@ class Binding:
         self._bind = bind
         self._interval = interval
         self._log = log
-        self._reported: list[Path] = []  # as lost
-        self._obstacle = ""  # to make them anew
+        self._loss = Once()  # of files
+        self._obstacle = Once()  # to make them anew
 
     async def first(self) -> WorkerSockets:
         """Return the sockets. Raises `WorkerError`."""
@@ -79,12 +80,13 @@ class Binding:
     def look(self, sockets: WorkerSockets) -> None:
         """Make anew what is lost of the files; tell of it, and of what is in the way, once."""
         lost = self.claim.lost()
-        if lost and lost != self._reported:
+        if lost and self._loss.is_news(lost):
             self._log.error(
                 "files of this worker were removed or replaced; making them anew",
                 files=[str(path) for path in lost],
             )
-        self._reported = lost if lost and not self._restored(lost, sockets) else []
+        if not lost or self._restored(lost, sockets):
+            self._loss.over()
 
     def _restored(self, lost: list[Path], sockets: WorkerSockets) -> bool:
         addresses = self._addresses
@@ -96,10 +98,9 @@ class Binding:
                     socket.bind(address)
                     self.claim.bound(path)
         except WorkerError as error:
-            if str(error) != self._obstacle:
+            if self._obstacle.is_news(str(error)):
                 self._log.error("cannot bind again; will retry", reason=str(error))
-            self._obstacle = str(error)
             return False
-        self._obstacle = ""
+        self._obstacle.over()
         self._log.info("files of this worker are in place again")
         return True

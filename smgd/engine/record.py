@@ -30,6 +30,7 @@ from smgd.engine.paths import Addresses
 from smgd.engine.roster import Roster
 from smgd.errors import RemoteProtocolError, SmgdError
 from smgd.files import write_whole
+from smgd.once import Once
 
 _FORMAT = 1
 # Not waiting for anybody, in case that it is a pipe.
@@ -170,7 +171,7 @@ class Memory:
         self._file = file
         self._roster = roster
         self._log = log
-        self._failure = ""  # of the last try to write
+        self._failure = Once()  # of the last try to write
 
     def recall(self) -> None:
         """Know the engines of a former life, if it has left a record that fits."""
@@ -192,21 +193,20 @@ class Memory:
         try:
             self._file.save(Former(self._roster.said, self.first_wave))
         except RecordError as error:
-            if str(error) != self._failure:
+            if self._failure.is_news(str(error)):
                 self._log.warning(
                     "engine record not written: should smgd be restarted, so must the engine",
                     record=str(self._file.path),
                     reason=str(error),
                 )
-            self._failure = str(error)
         else:
-            self._failure = ""
+            self._failure.over()
 
     def keep(self) -> None:
         """Write it again if it is not there: it was removed, or could not be written before."""
         if not self._roster.said or self._file.is_there:
             return
-        if not self._failure:
+        if not self._failure.is_told:
             self._log.error(
                 "engine record was removed; writing it anew", record=str(self._file.path)
             )

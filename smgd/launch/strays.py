@@ -30,6 +30,7 @@ from structlog.typing import FilteringBoundLogger
 
 from smgd.launch.plan import EngineSpec
 from smgd.launch.records import began, session_of
+from smgd.once import Once
 
 log = structlog.get_logger("smgd.launch")
 
@@ -107,19 +108,18 @@ class Strays:
 
     async def _look(self, traces: Traces, say: FilteringBoundLogger) -> set[int]:
         """Return what is left of an engine; what cannot be looked at is not taken for nothing."""
-        failure = ""
+        failure = Once()
         while True:
             try:
                 return await trio.to_thread.run_sync(
                     partial(_find, traces), abandon_on_cancel=True, limiter=self._one_look
                 )
             except OSError as error:
-                if str(error) != failure:
+                if failure.is_news(str(error)):
                     say.warning(
                         "cannot look for processes of an earlier engine; trying again",
                         reason=str(error),
                     )
-                failure = str(error)
             await trio.sleep(_LOOK_AGAIN_SECONDS)
 
 

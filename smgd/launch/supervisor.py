@@ -33,6 +33,7 @@ from smgd.launch.process import EngineProcess, Found, GuardedPrograms, Programs
 from smgd.launch.reader import show_output
 from smgd.launch.records import Forgotten, forgotten
 from smgd.launch.strays import KILL_SECONDS
+from smgd.once import Once
 from smgd.samples import ProcessSample
 
 log = structlog.get_logger("smgd.launch")
@@ -267,21 +268,20 @@ class ManagedEngine:
             process.close()
 
     async def _keep_record(self, process: EngineProcess) -> None:
-        failure = ""
+        failure = Once()
         while True:
             await trio.sleep(RECORD_SECONDS)
             try:
                 if process.keep_record():
                     self._log.error("process record was removed; written anew", pid=process.pid)
-                failure = ""
+                failure.over()
             except OSError as error:
-                if str(error) != failure:
+                if failure.is_news(str(error)):
                     self._log.warning(
                         "process record was removed, and cannot be written: the next smgd does not"
                         " find this engine, and ends it to start another; trying again",
                         reason=str(error),
                     )
-                failure = str(error)
 
     async def _read(self, process: EngineProcess) -> None:
         await show_output(process, self.spec.name, self._log, lambda: self._is_expected)
