@@ -25,7 +25,7 @@ from msgspec import structs
 
 from smgd.launch import guardian
 from smgd.launch.plan import EngineSpec
-from smgd.launch.records import Record, RecordFile, digest, log_file
+from smgd.launch.records import ProcessRecord, RecordFile, digest, log_file
 from smgd.launch.strays import MARK, Strays, Traces
 
 # What a service manager says to smgd alone; an engine that heard it would answer in our name. And
@@ -158,7 +158,7 @@ class GuardedPrograms:
         try:
             pid = self._spawn(spec, write)
             with _ended_unless_held(pid):
-                return self._held(spec, Record.of(pid, "", self._stop_grace), output=read)
+                return self._held(spec, ProcessRecord.of(pid, "", self._stop_grace), output=read)
         except OSError:
             os.close(read)
             raise
@@ -174,14 +174,14 @@ class GuardedPrograms:
         finally:
             os.close(output)
         with _ended_unless_held(pid):
-            record = Record.of(pid, digest(spec), self._stop_grace)
+            record = ProcessRecord.of(pid, digest(spec), self._stop_grace)
             file.write(record)
             return self._held(spec, record, file, log=log)
 
     def _held(
         self,
         spec: EngineSpec,
-        record: Record,
+        record: ProcessRecord,
         file: RecordFile | None = None,
         *,
         output: int | None = None,
@@ -220,7 +220,7 @@ class GuardedEngine:
 
     def __init__(
         self,
-        record: Record,
+        record: ProcessRecord,
         file: RecordFile | None,
         traces: Traces,
         strays: Strays,

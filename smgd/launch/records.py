@@ -25,7 +25,7 @@ _SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LONGEST_NUMBER: Final = 10  # digits of a pid
 
 
-class Record(msgspec.Struct, frozen=True):
+class ProcessRecord(msgspec.Struct, frozen=True):
     """A process: a number may be used again, but not with the same start.
 
     `began` is in clock ticks since boot, 0 for one that had ended at once; `digest` as below;
@@ -40,7 +40,7 @@ class Record(msgspec.Struct, frozen=True):
     served: bool = False
 
     @classmethod
-    def of(cls, pid: int, digest: str, grace: float) -> Record:
+    def of(cls, pid: int, digest: str, grace: float) -> ProcessRecord:
         """Return the record of a process that was just started."""
         return cls(pid, began(pid), digest, grace)
 
@@ -61,14 +61,14 @@ class RecordFile:
         """Whether there is a file."""
         return os.path.lexists(self._path)
 
-    def read(self) -> Record | None:
+    def read(self) -> ProcessRecord | None:
         """Return the record; None if there is none that can be read.
 
         Raises OSError if that cannot be told now.
         """
         return _read(self._path)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: ProcessRecord) -> None:
         """Write a record at once: it is whole or not there. Raises OSError."""
         write_whole(self._path, msgspec.json.encode(record))
 
@@ -132,9 +132,9 @@ def _field(pid: int, number: int) -> int:
     return 0 if state == b"Z" else int(fields[number - 4])
 
 
-def _read(file: Path) -> Record | None:
+def _read(file: Path) -> ProcessRecord | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Record)
+        return msgspec.json.decode(file.read_bytes(), type=ProcessRecord)
     except OSError as error:
         if error.errno in _SHORTAGES:
             raise

@@ -20,7 +20,7 @@ from smgd.launch.life import CRASH_LOOP, STABLE_SECONDS
 from smgd.launch.output import BURST_LINES, LAST_WORDS
 from smgd.launch.plan import EngineSpec, Plan
 from smgd.launch.process import Found
-from smgd.launch.records import Record
+from smgd.launch.records import ProcessRecord
 from smgd.launch.strays import KILL_SECONDS
 from smgd.launch.supervisor import RECORD_SECONDS, WEDGED_SECONDS, Supervisor
 from smgd.samples import ProcessSample
@@ -643,7 +643,7 @@ async def test_nothing_is_started_as_long_as_it_is_not_clear_what_runs(
 async def test_engines_that_nobody_would_miss_are_told(
     autojump_clock: MockClock, lines: Lines, tmp_path: Path
 ) -> None:
-    alive = Record.of(os.getppid(), "", 1.0)
+    alive = ProcessRecord.of(os.getppid(), "", 1.0)
     for name in ("engine-1", "engine-2"):
         (tmp_path / f"{name}.process.json").write_bytes(msgspec.json.encode(alive))
     async with running(MemoryPrograms(), plan=Plan(str(tmp_path), engines=(SPEC,))):
