@@ -4,7 +4,7 @@
     └─ one task an engine      find or start, wait for the end, wait, start again
         ├─ output              until there is no more of it
         ├─ record              is written again when somebody has removed it
-        └─ patience            ends an engine that runs and does not serve
+        └─ wedged              ends an engine that runs and does not serve
 
 What an end means is decided in `life`, what is shown of the output in `reader`; processes are
 behind the seam of `process`. A family of processes is ended by its guardian, so that leaving the
@@ -17,10 +17,10 @@ engine that was told to end serves nobody any more: the next worker waits for it
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 import trio
@@ -33,15 +33,12 @@ from smgd.launch.process import EngineProcess, Found, GuardedPrograms, Programs
 from smgd.launch.reader import show_output
 from smgd.launch.records import Forgotten, forgotten
 from smgd.launch.strays import KILL_SECONDS
+from smgd.launch.wedged import Wedged
 from smgd.once import Once
 from smgd.samples import ProcessSample
 
 log = structlog.get_logger("smgd.launch")
 
-# An engine whose connection is lost ends by itself within some 7 s, unless it hangs: vLLM can lose
-# one of its threads and live on for ever, deaf or dumb. One that served an earlier smgd answers the
-# next within some 3 s.
-WEDGED_SECONDS = 30.0
 # From the end of an engine to that of its output: somebody else may hold the other end of the pipe.
 LAST_OUTPUT_SECONDS = 1.0
 # Between looks whether the record of an engine that is kept is still there.
@@ -60,19 +57,19 @@ class ManagedEngine:
         self.spec = spec
         self.life = EngineLife()
         self._programs = programs
-        self._is_loading = is_loading
+        self._is_loading = partial(is_loading, spec.url)
         self._keep = keep
         self._wanted = True
         self._has_worker = trio.Event()
         self._has_worker.set()
         self._worker_state: WorkerState = "pending"
         self._process: EngineProcess | None = None
-        self._is_told_to_end = False  # the latest process
+        self._wedged = Wedged(self._is_loading)  # the latest process
+        self._is_told_to_end = False  # likewise
         self._gone = trio.Event()
         self._gone.set()
         self._scope = trio.CancelScope()
         self._pausing = trio.CancelScope()
-        self._patience = trio.CancelScope()
         self._ended = trio.Event()
         self._log = log.bind(engine=spec.name)
 
@@ -103,7 +100,7 @@ class ManagedEngine:
         guardian.
         """
         self._wanted = False
-        self._patience.deadline = math.inf
+        self._wedged.hear(is_missed=self._is_missed)
         process = self._process
         seconds = max(stop_grace, process.grace if process else 0.0) + KILL_SECONDS
         if process is not None and (not self._keep or not self._has_worker.is_set()):
@@ -124,18 +121,16 @@ class ManagedEngine:
         """Hear whether the engine serves: one that did, and does not come back, is ended."""
         self._worker_state = state
         self._has_worker.set()
-        process = self._process
-        if process is not None:
-            if state == "ready":
-                self._note_served(process)
-            self._patience.deadline = self._patience_ends(process)
+        if self._process is not None and state == "ready":
+            self._note_served(self._process)
+        self._wedged.hear(is_missed=self._is_missed)
 
     def worker_removed(self) -> None:
         """Hear that there is no worker: end the engine, and start none until there is one."""
         if not self._has_worker.is_set():
             return
         self._has_worker = trio.Event()
-        self._patience.deadline = math.inf
+        self._wedged.hear(is_missed=self._is_missed)
         if self._process is not None:
             self._log.info(
                 "its worker was removed or has failed; ending the engine", pid=self._process.pid
@@ -160,24 +155,16 @@ class ManagedEngine:
                 reason=str(error),
             )
 
-    def _patience_ends(self, process: EngineProcess) -> float:
-        """Return when an engine is ended for not serving; one that has not served yet, never."""
-        lacks = self._worker_state in ("pending", "not_ready")
-        if not (lacks and process.served and self._is_expected and self.life.state == "running"):
-            return math.inf
-        return min(self._patience.deadline, trio.current_time() + WEDGED_SECONDS)
-
-    async def _end_wedged(self, process: EngineProcess) -> None:
-        while True:
-            with self._patience:
-                await trio.sleep_forever()
-            self._patience = trio.CancelScope()
-            if not self._is_loading(self.spec.url):  # anew, in the process that is there
-                break
-        self._log.warning(
-            f"engine runs, and has not served for {WEDGED_SECONDS:g} s; ending it", pid=process.pid
+    @property
+    def _is_missed(self) -> bool:
+        """Whether its process does not serve and should; one that has not served yet need not."""
+        return (
+            self._process is not None
+            and self._process.served
+            and self._worker_state in ("pending", "not_ready")
+            and self._is_expected
+            and self.life.state == "running"
         )
-        process.terminate()
 
     # -------------------------------------------------------------------------- its lives
 
@@ -246,12 +233,12 @@ class ManagedEngine:
     async def _watch(self, process: EngineProcess) -> int | None:
         """Wait for the end of a process; it does not outlive this, unless it is to be kept."""
         self._process = process
-        self._patience = trio.CancelScope()
-        self._patience.deadline = self._patience_ends(process)
+        self._wedged = Wedged(self._is_loading)
+        self._wedged.hear(is_missed=self._is_missed)
         is_over = False
         try:
             async with trio.open_nursery() as watching:
-                watching.start_soon(self._end_wedged, process)
+                watching.start_soon(self._wedged.watch, process, self._log)
                 watching.start_soon(self._keep_record, process)
                 async with trio.open_nursery() as reading:
                     reading.start_soon(self._read, process)

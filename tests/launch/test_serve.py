@@ -22,7 +22,7 @@ from smgd.config import Config, EngineConfig, ModelConfig
 from smgd.config.keys import FLAGS, SERVE_FLAGS, all_keys
 from smgd.daemon import Daemon
 from smgd.errors import WorkerError
-from smgd.launch import supervisor
+from smgd.launch import wedged
 from smgd.wire.fnv import handshake_port
 from tests.admin.conftest import raw
 from tests.flows.client import HOST, fetch
@@ -401,7 +401,7 @@ async def test_an_engine_that_was_kept_and_cannot_be_adopted_is_started_again(
         assert first.process.wait(PATIENCE) == 0
     (place.directory / f"engine-{place.base_port}.engine.json").unlink()
     kept = members(place.mark)
-    monkeypatch.setattr(supervisor, "WEDGED_SECONDS", 0.3)
+    monkeypatch.setattr(wedged, "WEDGED_SECONDS", 0.3)
     house = build(workers=0, **tables(place))
     await house.open()
     await house.ready(1)

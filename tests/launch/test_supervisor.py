@@ -22,7 +22,8 @@ from smgd.launch.plan import EngineSpec, Plan
 from smgd.launch.process import Found
 from smgd.launch.records import ProcessRecord
 from smgd.launch.strays import KILL_SECONDS
-from smgd.launch.supervisor import RECORD_SECONDS, WEDGED_SECONDS, Supervisor
+from smgd.launch.supervisor import RECORD_SECONDS, Supervisor
+from smgd.launch.wedged import WEDGED_SECONDS
 from smgd.samples import ProcessSample
 from tests.launch.programs import MemoryProcess, MemoryPrograms
 from tests.support import MemoryWorker
