@@ -60,8 +60,8 @@ class ManagedEngine:
         self._has_worker.set()
         self._worker_state: WorkerState = "pending"
         self._process: EngineProcess | None = None
-        self._wedged = Wedged(self._is_loading)  # the latest process
-        self._is_told_to_end = False  # likewise
+        self._is_told_to_end = False  # the latest process
+        self._wedged = Wedged(self._is_loading)  # likewise
         self._gone = trio.Event()
         self._gone.set()
         self._scope = trio.CancelScope()
