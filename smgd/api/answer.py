@@ -212,7 +212,7 @@ class StreamedAnswer(Answer):
 
     def _open_choice(self, choice: Choice) -> bytes:
         choice.started = True
-        choice.everyday = bool(choice.after)
+        choice.everyday = bool(choice.after) and choice.finish is None
         return self._frame(choice, self._format.role, []) if self._format.role else b""
 
     def _frame(self, choice: Choice, body: bytes, rows: list[TokenLogprobs]) -> bytes:

@@ -173,10 +173,21 @@ def _check_names(raw: dict[str, msgspec.Raw], rules: FieldRules) -> list[str]:
         if name not in rules.refused:
             unknown.append(name)
             continue
-        value = msgspec.json.decode(raw[name])
-        if value is not None and value not in rules.refused[name]:
+        if not _asks_for_nothing(raw[name], rules.refused[name]):
             raise unsupported_parameter(name)
     return unknown
+
+
+def _asks_for_nothing(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.ValidationError:  # a number that nothing here can hold
+        return False
+    if value is None:
+        return True
+    # Python's True is 1, JSON's is not.
+    same_kind = [each for each in neutral if isinstance(each, bool) == isinstance(value, bool)]
+    return value in same_kind
 
 
 def _unknown_inside(raw: dict[str, msgspec.Raw], rules: FieldRules) -> list[str]:

@@ -433,6 +433,25 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(model: Model) -
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+async def test_a_choice_that_has_ended_by_a_stop_says_nothing_more(
+    model: Model, pieces: int
+) -> None:
+    """The reader feeds the plan, and then the task once more, which was woken by the end."""
+    run = Run(await plan(model, stop=["three"], stream=True, n=2))
+    ids = model.tokenizer.encode("one two three four")
+    cut = [ids[: pieces - 1], ids[pieces - 1 :]] if pieces > 1 else [ids]
+    for index in (0, 1):
+        data = b"".join(run.send(*piece, index=index) for piece in cut)
+        finishes = [f for f in frames(data) if f["choices"][0]["finish_reason"]]
+        assert [f["choices"][0]["index"] for f in finishes] == [index]
+        assert run.done() == (index == 1)
+    for sequence in run.generation.sequences:
+        assert run.plan.feed(sequence) == b""
+    assert run.done()
+    assert run.plan.finish_reasons() == "stop,stop"
+
+
 async def test_a_stop_whose_token_stands_for_something_else_is_no_stop_id(model: Model) -> None:
     class Lowercasing(Tokenizer):
         def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:

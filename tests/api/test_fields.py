@@ -101,6 +101,22 @@ def test_an_object_of_another_type_blames_its_field(options: Any) -> None:
     assert error.param in ("options", "options.usage")
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "1e400", "[1e400]", '{"a":1e400}'])
+@pytest.mark.parametrize("name", ["best_of", "tools"])
+def test_a_refused_field_is_named_whatever_its_value_is(name: str, value: str) -> None:
+    error = refusal(f'{{"prompt":"x","{name}":{value}}}'.encode())
+    assert (error.code, error.param) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [("best_of", 1, True), ("return_token_ids", False, -0.0), ("return_token_ids", False, 0)],
+)
+def test_a_truth_value_is_no_number(name: str, neutral: Any, other: Any) -> None:
+    assert read(**{name: neutral}) == (Body(prompt="x"), [])
+    assert refusal(msgspec.json.encode({"prompt": "x", name: other})).param == name
+
+
 def test_what_a_surface_honours_or_ignores_is_not_refused() -> None:
     class Own(msgspec.Struct):
         bad_words: list[str] | None = None
