@@ -33,7 +33,7 @@ from msgspec import structs
 
 from smgd import log as logging
 from smgd.admin import server as admin
-from smgd.admin.commands import Commands, Control
+from smgd.admin.commands import Commands, Control, Reloaded
 from smgd.config import Config
 from smgd.core import RequestIds, Worker
 from smgd.dispatch import Dispatcher, Migration
@@ -43,7 +43,6 @@ from smgd.launch.supervisor import supervisor_of
 from smgd.metrics import Metrics
 from smgd.reload import (
     Parts,
-    fixed,
     fleet_settings,
     reload,
     set_gate,
@@ -258,11 +257,10 @@ class Daemon:
         await trio.sleep(self.config.server.drain_window)
         self._stopping.set()
 
-    def reload(self, *, revive: bool = False) -> list[str]:
+    def reload(self, *, revive: bool = False) -> Reloaded:
         """Read the configuration again, and change what can be changed while serving.
 
-        `revive` as in `reload.reload`. Returns the keys that cannot. Raises `ConfigError`; nothing
-        has changed then.
+        `revive` as in `reload.reload`. Raises `ConfigError`; nothing has changed then.
         """
         if self._reread is None:
             raise ConfigError("there is no configuration file to read again")
@@ -270,9 +268,9 @@ class Daemon:
         self._renew_certificate()
         self.manager.notifier.reloading()
         parts = Parts(self.service, self.fleet, self.loader, self._managed)
-        self.config = reload(self.config, wanted, parts, revive=revive)
+        self.config, reloaded = reload(self.config, wanted, parts, revive=revive)
         self.manager.notifier.ready(self.status_line())
-        return fixed(self.config, wanted)
+        return reloaded
 
     def _renew_certificate(self) -> None:
         """Take what the files of TLS hold now. Raises `ConfigError`; the old pair stays then."""

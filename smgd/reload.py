@@ -16,6 +16,7 @@ import structlog
 from msgspec import structs
 
 from smgd import log as logging
+from smgd.admin.commands import Reloaded
 from smgd.config import Config, TimeoutsConfig, WorkerConfig
 from smgd.config.keys import ARRAYS, MODEL, keys_of, tables
 from smgd.engine.link import LinkSettings
@@ -115,23 +116,28 @@ class Parts(msgspec.Struct):
     managed: Sequence[WorkerConfig] = ()
 
 
-def reload(running: Config, wanted: Config, parts: Parts, *, revive: bool) -> Config:
+def reload(
+    running: Config, wanted: Config, parts: Parts, *, revive: bool
+) -> tuple[Config, Reloaded]:
     """Make the daemon what `wanted` says, as far as that goes; return what is in force then.
 
+    A worker that could not be changed keeps its former table, so that the next reload tries again.
     With `revive` also what somebody has taken out of service by hand: workers that were told to
     drain, and engines whose workers were removed. A reload that renews a certificate at night must
     not end a maintenance.
     """
     in_force = _change_settings(running, wanted, parts)
-    _change_models(running, wanted, parts)
-    _change_workers(running, wanted, parts.fleet, revive)
+    failed = _change_models(running, wanted, parts)
+    workers, reasons = _change_workers(running, wanted, parts.fleet, revive)
+    failed += reasons
     if revive:
         for worker in parts.managed:
-            _change_worker(wanted, worker, False, parts.fleet, revive)
+            failed += _change_worker(wanted, worker, parts.fleet, changed=False, revive=True)
     if running.engines != wanted.engines:
         log.warning(FIXED, key="engines")
-    log.info("configuration reloaded", workers=len(wanted.workers), models=len(wanted.models))
-    return structs.replace(in_force, models=wanted.models, workers=wanted.workers)
+    log.info("configuration reloaded", workers=len(workers), models=len(wanted.models))
+    in_force = structs.replace(in_force, models=wanted.models, workers=workers)
+    return in_force, Reloaded(_fixed(in_force, wanted), failed)
 
 
 def setters(parts: Parts) -> Mapping[str, Setter]:
@@ -215,39 +221,60 @@ def differences(one: Config, other: Config) -> Iterator[tuple[str, str]]:
                 yield table, key.name
 
 
-def fixed(in_force: Config, wanted: Config) -> list[str]:
-    """Return what is not as wanted after a `reload`, and takes a restart."""
+def _fixed(in_force: Config, wanted: Config) -> list[str]:
     keys = [f"{table}.{name}" for table, name in differences(in_force, wanted)]
     return keys if in_force.engines == wanted.engines else [*keys, "engines"]
 
 
-def _change_models(running: Config, wanted: Config, parts: Parts) -> None:
-    """Load what is new or different; what is not wanted goes with its last worker."""
+def _change_models(running: Config, wanted: Config, parts: Parts) -> list[str]:
+    """Load what is new or different; what is not wanted goes with its last worker.
+
+    Returns what has failed, for people.
+    """
     sources = {source.id: source for source in sources_of(wanted)}
     for source in sources_of(running):
         if source.id not in sources:
             parts.fleet.release_model(source.id)
+    failed = []
     for source in sources.values():
         try:
             parts.loader.change(source)
         except ModelError as error:
             log.error("model not changed", model=source.id, reason=str(error))  # noqa: TRY400
+            failed.append(f"model {source.id}: {error}")
+    return failed
 
 
-def _change_workers(running: Config, wanted: Config, fleet: Fleet, revive: bool) -> None:
+def _change_workers(
+    running: Config, wanted: Config, fleet: Fleet, revive: bool
+) -> tuple[tuple[WorkerConfig, ...], list[str]]:
+    """Return the tables that are in force then, and what has failed, for people."""
     urls = {worker.url for worker in wanted.workers}
     for worker in running.workers:
         record = fleet.by_url(worker.url)
         if worker.url not in urls and record is not None:
             fleet.remove(record.id)
+    before = {worker.url: worker for worker in running.workers}
+    in_force: list[WorkerConfig] = []
+    failed: list[str] = []
     for worker in wanted.workers:
-        _change_worker(wanted, worker, worker not in running.workers, fleet, revive)
+        former = before.get(worker.url)
+        reasons = _change_worker(wanted, worker, fleet, changed=worker != former, revive=revive)
+        failed += reasons
+        if not reasons:
+            in_force.append(worker)
+        elif former is not None:
+            in_force.append(former)
+    return tuple(in_force), failed
 
 
 def _change_worker(
-    wanted: Config, worker: WorkerConfig, changed: bool, fleet: Fleet, revive: bool
-) -> None:
-    """Add a worker that is not there; replace one whose table has changed, or that was drained."""
+    wanted: Config, worker: WorkerConfig, fleet: Fleet, *, changed: bool, revive: bool
+) -> list[str]:
+    """Add a worker that is not there; replace one whose table has changed, or that was drained.
+
+    Returns what has failed, for people.
+    """
     record = fleet.by_url(worker.url)
     try:
         spec = spec_in(wanted, worker)
@@ -259,3 +286,5 @@ def _change_worker(
             log.info("worker stays drained; smgctl reload lets it serve again", worker=worker.url)
     except (ConfigError, WorkerError) as error:
         log.error("worker not changed", worker=worker.url, reason=str(error))  # noqa: TRY400
+        return [f"worker {worker.url}: {error}"]
+    return []

@@ -55,7 +55,7 @@ class Reloading:
     def reload(self, *workers: int, revive: bool = False, **parts: str) -> list[str]:
         """Have a new file read; return the keys that cannot change."""
         self.write(*workers, **parts)
-        return self.api.house.daemon.reload(revive=revive)
+        return self.api.house.daemon.reload(revive=revive).restart_needed
 
     def states(self) -> dict[int, str]:
         """Return the states of all workers, by number."""
@@ -141,6 +141,54 @@ async def test_a_worker_that_was_drained_serves_again_if_somebody_asks_for_it(
         await case.until(w0="ready", w1="pending")
         assert house.daemon.fleet.by_url(case.api.urls[1]) is untouched
         assert len(house.tally.ready_at) == 1, "the engine has not begun anew"
+
+
+async def test_all_that_were_drained_serve_again(nursery: trio.Nursery, tmp_path: Path) -> None:
+    async with reloading(nursery, tmp_path, 0, 1, 2) as case:
+        fleet = case.api.house.daemon.fleet
+        for record in list(fleet.records.values()):
+            fleet.drain(record.id)
+        await case.until(w0="draining", w1="draining", w2="draining")
+        case.reload(0, 1, 2, revive=True)
+        await case.until(w0="pending", w1="pending", w2="pending")
+
+
+async def test_all_tables_that_have_changed_are_registered_again(
+    nursery: trio.Nursery, tmp_path: Path
+) -> None:
+    async with reloading(nursery, tmp_path, 0, 1, replies=[ENDLESS]) as case:
+        house, fleet = case.api.house, case.api.house.daemon.fleet
+        house.start_engine("--itl-ms", "5", worker=0)
+        await case.until(w0="ready", w1="pending")
+        await until(lambda: house.daemon.service.not_ready() is None)
+        call = await house.call("endless", stream=True)
+        await call.read("content")
+        case.reload(0, 1, worker="engine_count = 2")  # while the first still has to drain
+        assert [record.spec.dp_size for record in fleet.records.values()] == [2, 2]
+        await case.api.add(3)
+        await call.stream.aclose()
+        await case.until(w0="pending", w1="pending", w3="pending")
+
+
+async def test_a_worker_that_could_not_be_changed_is_tried_again(
+    nursery: trio.Nursery, tmp_path: Path
+) -> None:
+    async with reloading(nursery, tmp_path, 0) as case:
+        api, daemon = case.api, case.api.house.daemon
+        former = daemon.config.workers
+        other = await api.add(1)
+        taken = daemon.fleet.get(other).addresses.handshake
+        moved = f'zmq_handshake_address = "{taken}"'
+        case.write(0, worker=moved)
+        for _ in range(2):
+            reloaded = daemon.reload()
+            [reason] = reloaded.not_changed
+            assert reason.startswith(f"worker {api.urls[0]}: worker {api.urls[0]} would bind")
+            assert daemon.config.workers == former
+        await api.remove(other)
+        assert daemon.reload().not_changed == []
+        assert daemon.config.workers != former
+        assert api.house.take_errors() == ["worker not changed"] * 2
 
 
 async def test_workers_of_the_api_are_left_alone_and_failed_ones_are_tried_again(

@@ -42,6 +42,13 @@ class CommandError(SmgdError):
     """A command cannot be carried out; the text says why and what to do."""
 
 
+class Reloaded(msgspec.Struct, frozen=True):
+    """What a reload has left undone: keys that take a restart, and what went wrong, for people."""
+
+    restart_needed: list[str]
+    not_changed: list[str]
+
+
 class Control(msgspec.Struct, kw_only=True, frozen=True):
     """What commands work on.
 
@@ -54,7 +61,7 @@ class Control(msgspec.Struct, kw_only=True, frozen=True):
     loader: ModelLoader
     config: Callable[[], Config]
     drain: Callable[[], None]
-    reload: Callable[[], list[str]]
+    reload: Callable[[], Reloaded]
     set_level: Callable[[str], None]
     listen: list[str]
 
@@ -216,9 +223,12 @@ class Commands:
         }
 
     def reload(self, _: NoArgs) -> dict[str, list[str]]:
-        """Read the configuration again, as SIGHUP does."""
+        """Read the configuration again, as SIGHUP does, and put back to work what was drained."""
         self._note("reload")
-        return {"restart_needed": self.control.reload()}
+        done = self.control.reload()
+        if done.not_changed:
+            raise CommandError(f"reloaded, but not all of it: {'; '.join(done.not_changed)}")
+        return {"restart_needed": done.restart_needed}
 
     def loglevel(self, args: LevelArgs) -> dict[str, str]:
         """Return the level of the log, after setting it if one is given."""

@@ -285,8 +285,10 @@ class Fleet:
         if self._ended.is_set():
             raise WorkerError(f"worker {spec.url} cannot be added: smgd is stopping")
         wire = judge(spec)
-        others = [record.addresses for record in self._living if record.spec.url != spec.url]
-        check_collisions([*others, wire.addresses], self.settings.own)
+        check_collisions([wire.addresses], self.settings.own)
+        for other in self._living:  # among them, one that drains has its successor's address
+            if other.spec.url != spec.url:
+                check_collisions([other.addresses, wire.addresses])
         source = self._model_of(spec, before)
         worker = ZmqWorker(
             wire.addresses,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import structlog
 import trio
+from msgspec import structs
 
 from smgd import log as logging
 from smgd.admin.protocol import Request
@@ -315,6 +316,13 @@ async def test_reload_says_what_needs_a_restart(
     assert text.startswith("reloaded; these have changed and take effect at the next start: ")
     assert "server.host" in text
     assert "admin.socket" in text
+    [worker] = house.config.workers
+    moved = structs.replace(worker, zmq_handshake_address="ipc:///x")
+    changed = structs.replace(house.config, workers=(moved,))
+    failed = await ctl("reload")
+    assert failed.code == 1
+    assert failed.err.startswith(f"smgctl: reloaded, but not all of it: worker {worker.url}: ")
+    assert house.take_errors() == ["worker not changed"]
 
 
 async def test_drain_is_a_stop_in_order(

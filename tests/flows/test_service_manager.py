@@ -16,6 +16,7 @@ import trio
 
 from smgd import daemon
 from smgd.admin.client import ask as ask_admin
+from smgd.admin.commands import Reloaded
 from smgd.systemd import Notifier, ServiceManager
 from tests.flows.client import HOST, chat_body, dial, fetch, head, post
 from tests.flows.conftest import Build
@@ -233,6 +234,6 @@ async def test_a_reload_is_told_from_its_beginning_to_its_end(build: Build, hear
     await house.open()
     await until(lambda: heard.has("READY=1"))
     heard.messages.clear()
-    assert house.daemon.reload() == []
+    assert house.daemon.reload() == Reloaded([], [])
     assert heard.has("READY=1\nSTATUS=serving, 0/1 workers ready")
     assert heard.messages[0].startswith("RELOADING=1\nMONOTONIC_USEC=")

@@ -17,6 +17,7 @@ import trio
 from msgspec import structs
 
 from smgd.admin import show
+from smgd.admin.commands import Reloaded
 from smgd.cli import configuration, main, parse_args
 from smgd.config import Config, EngineConfig, ModelConfig
 from smgd.config.keys import FLAGS, SERVE_FLAGS, all_keys
@@ -286,9 +287,9 @@ async def test_an_engine_ends_with_its_worker_and_who_asks_for_a_reload_brings_b
     assert len(members(place.mark)) == 2  # guardian and engine
     assert (await house.ask("hello")).status == 200
 
-    assert daemon.reload() == []  # as by SIGHUP
+    assert daemon.reload() == Reloaded([], [])  # as by SIGHUP
     assert daemon.fleet.by_url(engine.spec.url) is None
-    assert daemon.reload(revive=True) == []
+    assert daemon.reload(revive=True) == Reloaded([], [])
     await house.ready(2)
     assert (await house.ask("hello", model="other", max_tokens=1)).status == 200
     assert (engine.life.state, engine.life.starts, engine.life.restarts) == ("running", 2, 0)
