@@ -1,8 +1,9 @@
-"""Asking engines that are known but lost whether they are there: whoever answers is used again.
+"""Asking engines whether they are there: whoever of the lost answers is used again.
 
 Engines do not repeat their handshake when the daemon is started anew, nor when they were only slow.
 So they are asked: right after the sockets are bound, whenever something has changed (`soon`), and
-at growing intervals in between.
+at growing intervals in between. Those in use are asked, too, after a connection has ended that may
+have been theirs: the first question may still find it, but not the next.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Asking:
         message = [ask.identity, *ask.frames]
         try:
             sent = self._outboxes[ask.identity].send_now(socket, message)
-        except PeerGoneError:
-            return  # not there, or not yet
+        except PeerGoneError:  # not there, or not yet
+            self._handle(self._roster.undelivered(ask.identity))
+            return
         if sent:
             self._handle(self._roster.delivered(ask.identity))

@@ -44,9 +44,9 @@ class Rank:
     `work` is what it has done, but for the tokens of those in flight.
 
     `ready` is whether its handshake is complete and nothing speaks against it since. `proof` is the
-    first call whose answer shows that it lives. `heard_at` is when it said anything, `worked_at`
-    when that was about requests (seconds, on the owner's clock); `called` is whether it was asked
-    for a sign of life since.
+    first call whose answer shows that it lives, 0 where that is sure. `heard_at` is when it said
+    anything, `worked_at` when that was about requests (seconds, on the owner's clock); `called` is
+    whether it was asked for a sign of life since.
     """
 
     def __init__(self, index: int) -> None:

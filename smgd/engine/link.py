@@ -11,7 +11,7 @@ take over the identity of its successor; and a restarted engine finds its listen
         ├─ outputs           drain, deliver, flush, note the time once
         ├─ monitors          of both data sockets
         ├─ outboxes          one for each engine: what it would not take at once
-        ├─ asking            engines that are known but lost, whether they are there
+        ├─ asking            engines that are lost or in doubt, whether they are there
         ├─ files             by which engines find the sockets: whether they are there
         ├─ watch             over the silence of engines that have requests
         └─ (itself)          reports a handshake that does not get on
@@ -233,7 +233,10 @@ class EngineLink:
 
     async def _read_handshake(self, sockets: WorkerSockets) -> None:
         while True:
-            for frames in await sockets.handshake.recv_batch():
+            batch = await sockets.handshake.recv_batch()
+            # An end that came before a HELLO is heard of before it.
+            await trio.lowlevel.checkpoint()
+            for frames in batch:
                 for event in self._roster.handshake(frames[0], frames[-1]):
                     if isinstance(event, SendInit):
                         self._binding.look(sockets)  # it dials the data sockets next

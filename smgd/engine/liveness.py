@@ -2,8 +2,9 @@
 
 A monitor tells the connections of a socket apart, but not whose they are, and it reports late: when
 an engine restarts, its new connection may be there before the end of the old one is heard of. So
-connections are counted, and an end is a loss only if it leaves fewer than there are engines. What
-this misses (a frozen engine that was replaced still counts) is found by the next message to it.
+connections are counted, and an end is a loss at once only if it leaves fewer than there are
+engines. What this misses (an engine that was replaced, but is frozen or lives on, still counts) the
+question finds that follows each end (`Asking`).
 
 An engine whose connections stand may still be frozen or stuck, so one that has requests of ours
 must speak. Three deadlines, each for what the one before cannot see:

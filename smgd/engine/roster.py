@@ -13,8 +13,9 @@ in a row. It comes back with a new handshake, or with the answer to a call that 
 loss: then it was only slow, or the daemon was restarted and not the engine (`recall`). `asks` has
 those calls.
 
-Whose connection has ended, nobody says. Where there is more than one family, all are called, and
-those that answer leave the others to be the lost ones.
+Whose connection has ended, nobody says. Unless there is one family and one connection too few, all
+are asked: one that has no connection is lost, and once as many have answered as there are
+connections, so are the others.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ from smgd.errors import RemoteProtocolError
 MAX_UNDECODABLE = 3
 
 _DEAD = "the engine said that it is dead (ENGINE_CORE_DEAD)"
+_CLOSED = "its connection was closed"
+_DOUBLE = (
+    "duplicate HELLO of engine {0}, which is still connected: if it was not started anew, two "
+    "engines with index {0} dial the same address, and only the later one is used: end one of them"
+)
 _SILENT = "no engine has dialled in yet"
 _RECALLED = "an engine was here before, and has not answered yet"
 
@@ -153,7 +159,11 @@ class Roster:
             rank.lockstep = rank.lockstep or message.parallel_config_hash is not None
             return self._progress(rank)
         reason = f"engine {rank.index} was started anew"
+        # One in use whose end would have been heard of by now: its connections stand.
+        is_double = rank.ready and not rank.proof
         events = self._lose(family(self.ranks, rank) if rank.ready else [rank], reason)
+        if is_double:
+            events.append(Notice(_DOUBLE.format(rank.index)))
         if rank.recalled:
             events.append(Notice(f"{reason}: its record is void"))
         self._reason = ""
@@ -196,19 +206,28 @@ class Roster:
     # ------------------------------------------------------------------ who can be used
 
     def asks(self) -> list[Send]:
-        """Return a call to each engine that is known but lost: whoever answers can be used.
+        """Return a call to each engine that is known but lost, or in use and in doubt.
 
-        Where engines do not answer, it is an ABORT of nothing; tell `delivered` if it was sent.
+        Whoever answers can be used. Where engines do not answer, it is an ABORT of nothing; tell
+        `delivered` if it was sent, `undelivered` if there was no connection.
         """
-        lost = [rank for rank in self.ranks if rank.known and not rank.ready]
-        return self.call(lost) if lost else []
+        asked = [rank for rank in self.ranks if rank.known and (rank.proof or not rank.ready)]
+        return self.call(asked) if asked else []
 
     def delivered(self, identity: bytes) -> list[SessionEvent]:
         """Hear that a message of `asks` has found a connection: all there is of a silent kind."""
         rank = rank_of(self.ranks, identity)
-        if self.answers or rank.ready or not rank.recalled:
+        if self.answers:
             return []
-        return self._found(rank)
+        if rank.ready:
+            rank.proof = 0
+            return []
+        return self._found(rank) if rank.recalled else []
+
+    def undelivered(self, identity: bytes) -> list[SessionEvent]:
+        """Hear that a message of `asks` has found no connection: one that was in use is lost."""
+        rank = rank_of(self.ranks, identity)
+        return self.lose(_CLOSED, identity) if rank.ready else []
 
     def call(self, called: Iterable[Rank]) -> list[Send]:
         """Return a call to each of some engines, whose answer is a sign of life."""
@@ -257,17 +276,21 @@ class Roster:
         ]
 
     def disconnected(self, reason: str, left: int) -> list[SessionEvent]:
-        """Hear that a connection of a data socket has ended and how many are `left` on it."""
+        """Hear that a connection of a data socket has ended and how many are `left` on it.
+
+        Whose it was may be open then: `asks` finds out.
+        """
         self._no_connection = left == 0
         living = [rank for rank in self.ranks if rank.ready]
-        if left >= len(living):
-            return []  # not that of an engine that is in use, as far as can be told
-        if self._is_one_family(living):
+        is_short = left < len(living)
+        if is_short and self._is_one_family(living):
             return self._lose(living, reason)
+        # Even if enough are left, one may be of an engine that another has taken the place of.
         for rank in living:
             rank.proof = self._next_call
-        self._left = left
-        return [*self.call(living)]
+        if is_short:
+            self._left = left
+        return []
 
     def _is_one_family(self, members: Sequence[Rank]) -> bool:
         return not members or set(members) <= set(family(self.ranks, members[0]))
@@ -283,7 +306,7 @@ class Roster:
         self._left = None
         events: list[SessionEvent] = []
         for rank in silent:
-            events += self._lose(family(self.ranks, rank), "its connection was closed")
+            events += self._lose(family(self.ranks, rank), _CLOSED)
         return events
 
     # -------------------------------------------------------------------------------- loss

@@ -181,7 +181,8 @@ def test_waves_go_on_above_those_of_a_former_life() -> None:
 def test_whose_connection_has_ended_shows_in_who_answers() -> None:
     session = apart(3)
     _, inbox, _ = submit(session, "r0", "r1", "r2")
-    calls = session.roster.disconnected("the output connection was closed", 2)
+    assert session.roster.disconnected("the output connection was closed", 2) == []
+    calls = session.roster.asks()
     assert [call.identity for call in calls if isinstance(call, Send)] == [A, B, C]
     asked = call_of(calls)
     hear(session, outputs(("r1", [5], None), engine=1))  # was on its way: no answer
@@ -195,8 +196,10 @@ def test_whose_connection_has_ended_shows_in_who_answers() -> None:
 
 def test_an_engine_that_cannot_be_called_is_the_lost_one() -> None:
     session = apart(2)
-    asked = call_of(session.roster.disconnected("the input connection was closed", 1))
-    assert kinds(session.roster.lose("no connection with that identity", B)) == [EnginesLost]
+    assert session.roster.disconnected("the input connection was closed", 1) == []
+    asked = call_of(session.roster.asks())
+    assert session.roster.undelivered(B)[0] == EnginesLost([1], "its connection was closed", 0)
+    assert session.roster.undelivered(B) == []
     assert hear(session, answer(asked, engine=0)) == []
     assert session.roster.usable == [0]
     assert session.roster.disconnected("the output connection was closed", 1) == []
@@ -205,6 +208,13 @@ def test_an_engine_that_cannot_be_called_is_the_lost_one() -> None:
 def test_a_connection_of_one_that_is_not_in_use_does_not_matter() -> None:
     session = apart(2)
     assert session.roster.disconnected("closed", 2) == []
+    asks = session.roster.asks()
+    assert [ask.identity for ask in asks] == [A, B]
+    assert hear(session, answer(call_of(asks), engine=1)) == []
+    assert [ask.identity for ask in session.roster.asks()] == [A]
+    assert hear(session, answer(call_of(asks), engine=0)) == []
+    assert session.roster.asks() == []
+    assert session.roster.usable == [0, 1]
     assert new_session(2).roster.disconnected("closed", 0) == []
 
 
@@ -306,6 +316,10 @@ def test_where_engines_do_not_answer_a_delivery_or_an_output_is_the_proof() -> N
     (ask,) = session.roster.asks()
     assert (ask.frames[0], unpack(ask.frames[1])) == (wire.ABORT, [])
     assert kinds(session.roster.delivered(A)) == [EngineReady, SessionReady]
+    session.roster.disconnected("closed", 1)
+    assert session.roster.asks() != []
+    assert session.roster.delivered(A) == []
+    assert session.roster.asks() == []
     session.roster.lose("silence")
     assert session.roster.delivered(A) == []  # it was there all the time; that proves nothing now
     assert kinds(hear(session, outputs(stats={}))) == [EngineReady, SessionReady]

@@ -322,6 +322,35 @@ async def test_the_end_of_a_former_connection_is_none(bench: Bench) -> None:
         assert len(bench.changes) == 3
 
 
+async def test_the_end_of_one_that_took_another_s_place_is_a_loss_though_that_stays(
+    bench: Bench,
+) -> None:
+    async with bench.running():
+        bench.engine.hello()
+        await settled()
+        for socket in (bench.engine.input, bench.engine.output):
+            socket.monitor().happen(PeerEvent("connected", 9))
+        bench.engine.register()
+        await settled()
+        _, inbox = bench.submit()
+        bench.engine.input.monitor().happen(PeerEvent("disconnected", 9))
+        await settled()  # the question was taken: the connection is about to go
+        assert bench.changes == ["ready", "engine 0 was started anew", "ready"]
+        bench.engine.input.peers.clear()
+        await trio.sleep(0.1)
+        assert bench.changes[3:] == ["its connection was closed"]
+        assert inbox.endings == 1
+
+
+async def test_a_hello_is_heard_after_the_end_that_came_before_it(bench: Bench) -> None:
+    with capture_logs() as logs:
+        async with bench.running():
+            bench.engine.hello()
+            bench.engine.vanish()
+            await settled()
+    assert [log["event"] for log in logs if "duplicate HELLO" in log["event"]] == []
+
+
 async def test_a_peer_that_is_gone_when_we_send_is_a_loss(bench: Bench) -> None:
     async with bench.running():
         _, inbox = bench.submit()

@@ -159,8 +159,33 @@ def test_a_loss_is_told_once_nothing_goes_to_the_engine_any_more() -> None:
     assert roster.lose("again", B) == []
     reason = "engine 0 was started anew"
     events = roster.handshake(A, HELLO)
-    assert events == [SessionLost(reason, 0), what_follows, SendInit(A, b"INIT")]
+    assert events[:2] == [SessionLost(reason, 0), what_follows]
+    assert kinds(events[2:]) == [Notice, SendInit]
     assert told == [([1], "gone", [0], None), ([0], reason, [], reason)]
+
+
+def test_two_engines_with_one_index_are_told_of() -> None:
+    roster = new_roster()
+    start(roster)
+    *_, notice, init = roster.handshake(A, HELLO)
+    assert isinstance(notice, Notice)
+    assert notice.text.startswith("duplicate HELLO of engine 0, which is still connected")
+    assert "two engines with index 0 dial the same address" in notice.text
+    assert init == SendInit(A, b"INIT")
+    assert kinds(roster.handshake(A, HELLO)) == [SendInit]  # nobody else is in use
+
+
+def test_a_restart_is_no_second_engine() -> None:
+    closed = "the output connection was closed"
+    roster = new_roster()
+    start(roster)
+    roster.disconnected(closed, 0)
+    assert kinds(roster.handshake(A, HELLO)) == [SendInit]
+    several = new_roster(2)
+    start(several, A, instance_id="a")
+    start(several, B, instance_id="b")
+    several.disconnected(closed, 1)  # whose, is open
+    assert kinds(several.handshake(A, HELLO)) == [EnginesLost, SendInit]
 
 
 # -------------------------------------------------------------------------------- reasons

@@ -113,7 +113,7 @@ def test_a_hello_in_a_running_session_ends_it() -> None:
 def test_of_several_engines_only_the_one_that_restarts_begins_again() -> None:
     session = ready_session(2)
     events = session.roster.handshake(B, HELLO)
-    assert kinds(events) == [SessionLost, SendInit]
+    assert kinds(events) == [SessionLost, Notice, SendInit]
     session.roster.registration(B, registration())
     assert kinds(session.roster.handshake(B, READY)) == [EngineReady]
     assert session.roster.awaited == "an answer or HELLO of engine 0"

@@ -278,6 +278,50 @@ async def test_an_engine_that_is_started_anew_takes_over_at_once(start: Start) -
         assert (await house.ask("the sea", max_tokens=4)).status == 200
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+async def test_of_two_engines_with_one_index_the_end_of_the_one_in_use_is_seen_at_once(
+    start: Start, in_flight: bool
+) -> None:
+    house = await start(*PACE, replies=[ENDLESS])
+    second = house.start_engine(*PACE)
+    await until(lambda: len(house.tally.ready_at) == 2)
+    await house.ready()
+    [line] = [line for line in house.lines if "duplicate HELLO" in line["event"]]
+    assert "two engines with index 0 dial the same address" in line["event"]
+    assert line["log_level"] == "warning"
+    if in_flight:
+        call = await house.call("endless", stream=True)
+        await call.read("content")
+    await second.kill()
+    await until(lambda: house.daemon.registry.ready_count() == 0, 1)
+    assert (await house.readiness())[0] == 503
+    [record] = house.daemon.fleet.records.values()
+    assert record.worker.unready == "its connection was closed"
+    if in_flight:
+        await call.read()
+        assert call.error["code"] == "engine_lost"
+    house.start_engine(*PACE)
+    await house.ready()
+    assert (await house.ask("the sea", max_tokens=4)).status == 200
+    assert len([line for line in house.lines if "duplicate HELLO" in line["event"]]) == 1
+
+
+async def test_the_end_of_an_engine_that_was_replaced_disturbs_nobody(start: Start) -> None:
+    house = await start(*PACE)
+    [first] = house.engines
+    house.start_engine(*PACE)
+    await until(lambda: len(house.tally.ready_at) == 2)
+    await house.ready()
+    alone = await house.ask("the sea", **LONG)
+    call = await house.call("the sea", **LONG)
+    await call.read("content")
+    await first.kill()
+    assert (await call.read()).text() == alone.text()
+    assert len(house.logged("engine session ended")) == 1
+    [record] = house.daemon.fleet.records.values()
+    assert record.worker.usable == [0]
+
+
 # ------------------------------------------------------------------------------ two workers
 
 LONG: dict[str, Any] = {
