@@ -210,10 +210,11 @@ class EngineLink:
                 waited = 0.0
             if scope.cancelled_caught:
                 waited += timeout
+                roster, addresses = self._roster, self._addresses
                 self._log.warning(
-                    f"ZMQ backend handshake failed for {self._addresses.url}: startup "
-                    f"handshake timed out while waiting for {self._roster.awaited} after "
-                    f"{waited:g}s; still listening on {self._addresses.handshake}"
+                    f"ZMQ backend handshake failed for {addresses.url}: startup handshake timed "
+                    f"out while waiting for {roster.step} after {waited:g}s ({roster.awaited}); "
+                    f"still listening on {addresses.handshake}"
                 )
 
     async def _keep_files(self, sockets: WorkerSockets) -> None:

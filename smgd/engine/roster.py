@@ -144,6 +144,12 @@ class Roster:
         """What it waits for to have every engine, for people; empty if it has."""
         return ", ".join(f"{r.awaited} of engine {r.index}" for r in self.ranks if not r.ready)
 
+    @property
+    def step(self) -> str:
+        """The first message of a handshake that any engine owes; empty if none does."""
+        awaited = self.awaited
+        return next((word for word in ("HELLO", "READY", "registration") if word in awaited), "")
+
     # --------------------------------------------------------------------------- handshake
 
     def handshake(self, identity: bytes, payload: bytes) -> list[SessionEvent]:

@@ -265,10 +265,10 @@ async def test_a_handshake_that_does_not_get_on_is_reported_and_never_given_up(
     url = bench.addresses.url
     assert texts == [
         f"ZMQ backend handshake failed for {url}: startup handshake timed out while waiting "
-        f"for {what} after {seconds}s; still listening on {bench.addresses.handshake}"
-        for what, seconds in [
-            ("HELLO of engine 0", 600),
-            ("READY and registration of engine 0", 1200),
+        f"for {step} after {seconds}s ({what}); still listening on {bench.addresses.handshake}"
+        for step, seconds, what in [
+            ("HELLO", 600, "HELLO of engine 0"),
+            ("READY", 1200, "READY and registration of engine 0"),
         ]
     ]
 

@@ -55,15 +55,19 @@ def test_the_recorded_handshake(version: str) -> None:
 def test_registration_may_come_before_ready_or_after() -> None:
     roster = new_roster()
     assert roster.awaited == "HELLO of engine 0"
+    assert roster.step == "HELLO"
     assert roster.handshake(A, HELLO) == [SendInit(A, b"INIT")]
     assert roster.awaited == "READY and registration of engine 0"
+    assert roster.step == "READY"
     assert roster.registration(A, registration()) == []
     assert roster.awaited == "READY of engine 0"
     assert kinds(roster.handshake(A, READY)) == [EngineReady, SessionReady]
+    assert (roster.awaited, roster.step) == ("", "")
     other = new_roster()
     other.handshake(A, HELLO)
     assert other.handshake(A, READY) == []
     assert other.awaited == "registration of engine 0"
+    assert other.step == "registration"
     assert kinds(other.registration(A, registration())) == [EngineReady, SessionReady]
 
 
@@ -221,6 +225,7 @@ def test_the_reason_names_all_that_a_group_waits_for() -> None:
     assert roster.unready == "gone"
     roster.handshake(B, READY)
     assert roster.unready == "waiting for an answer or HELLO of engine 0, registration of engine 1"
+    assert roster.step == "HELLO"
 
 
 def test_of_several_signs_of_a_loss_the_first_is_the_reason() -> None:

@@ -187,7 +187,7 @@ async def test_one_engine_too_many_is_named_and_changes_nothing(town: Town) -> N
 async def test_a_missing_engine_leaves_the_worker_waiting_and_is_reported(town: Town) -> None:
     await town.start_smgd("--zmq-engine-count", "2", "--zmq-startup-timeout-secs", "0.5")
     await town.start_engine("--engine-index", "0")
-    text = "while waiting for HELLO of engine 1"
+    text = "while waiting for HELLO after 0.5s (HELLO of engine 1)"
     await until(lambda: [line for line in town.log if text in line["event"]])
     await town.start_engine("--engine-index", "1")
     assert (await town.answered()).status == 200
