@@ -210,30 +210,20 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     instance_id: str = ""
     data_parallel_size: int = 1
-    max_num_seqs: int | None = None
-    dtype: str = ""
     supports_lora: bool = False
-    raw: dict[str, Any] = {}
-
-
-class ControlReply(msgspec.Struct, frozen=True):
-    """The answer to a utility call: `failure` is the engine's text, or None and `result` counts."""
-
-    call_id: int
-    failure: str | None
-    result: Any
 
 
 class Batch(msgspec.Struct, gc=False):
     """One engine message, decoded once. `dead` is the engine's own word that it is gone.
 
+    `reply` is the call that it answers: that there is an answer counts, whatever it says.
     `prefix_queries` and `prefix_hits` (see `EngineWork`) are those since its last message.
     """
 
     engine_index: int
     deltas: list[tuple[str, Delta]]
     load: EngineLoad | None = None
-    reply: ControlReply | None = None
+    reply: int | None = None
     wave_complete: int | None = None
     dead: bool = False
     prefix_queries: int = 0

@@ -259,7 +259,7 @@ class Session:
             self._wave = max(self._wave, batch.wave_complete)
         self._heard.add(rank)
         if batch.reply is not None:
-            return roster.answered(rank, batch.reply.call_id)
+            return roster.answered(rank, batch.reply)
         self._worked.add(rank)
         if batch.load is not None:
             rank.load = batch.load

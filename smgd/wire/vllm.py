@@ -41,8 +41,6 @@ class HandshakeMessage(msgspec.Struct):
     """HELLO or READY of an engine; `parallel_config_hash` comes only from MoE groups."""
 
     status: str
-    local: bool = False
-    headless: bool = False
     parallel_config_hash: str | None = None
 
 
@@ -53,15 +51,11 @@ class Registration(msgspec.Struct):
     vllm_version: str = ""
     instance_id: str = ""
     data_parallel_size: int = 1
-    data_parallel_rank: int = 0
-    max_num_seqs: int | None = None
-    dtype: str = ""
     supports_lora: bool = False
 
 
 _handshake_decoder = msgspec.msgpack.Decoder(HandshakeMessage)
 _registration_decoder = msgspec.msgpack.Decoder(Registration)
-_map_decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 def decode_handshake(payload: bytes) -> HandshakeMessage:
@@ -72,11 +66,6 @@ def decode_handshake(payload: bytes) -> HandshakeMessage:
 def decode_registration(payload: bytes) -> Registration:
     """Read a registration map. Raises `RemoteProtocolError`."""
     return _decode(_registration_decoder, payload, "registration")
-
-
-def decode_map(payload: bytes) -> dict[str, Any]:
-    """Read all of a registration map, known keys or not. Raises `RemoteProtocolError`."""
-    return _decode(_map_decoder, payload, "registration")
 
 
 def encode_init(inputs: list[str], outputs: list[str]) -> bytes:
@@ -155,9 +144,8 @@ EVENT_SCHEDULED = 2
 
 
 class PrefillStats(msgspec.Struct, gc=False):
-    """Sent with a request's first output. All counts are tokens."""
+    """Sent with a request's first output; how many of its prompt's tokens were cached."""
 
-    num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
 
 
@@ -196,11 +184,9 @@ class SchedulerStats(msgspec.Struct, gc=False):
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
-    """The answer to a utility call; a result is `[type_info, value]`."""
+    """The answer to a utility call. What follows, a failure's text and a result, is not read."""
 
     call_id: int
-    failure_message: str | None = None
-    result: Any = None
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
@@ -213,7 +199,6 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
     utility_output: UtilityOutput | None = None
     finished_requests: Any = None
     wave_complete: int | None = None
-    start_wave: int | None = None
 
 
 def _read_extension(code: int, data: memoryview) -> bytes:

@@ -75,7 +75,7 @@ def test_recorded_outputs_mean_what_was_recorded(message: recorded.Message) -> N
         assert (delta.prompt_logprobs is None) == (row[3] is None)
     assert batch.wave_complete == meaning[6]
     assert (batch.load is None) == (meaning[2] is None)
-    assert (batch.reply is None) == (meaning[4] is None)
+    assert batch.reply == (meaning[4] and meaning[4][0])
 
 
 @recorded_outputs
@@ -176,11 +176,15 @@ def test_utility_replies(version: str) -> None:
     def reply(case: str) -> Any:
         return dialect.decode(recorded.message(version, case, "output").frames).reply
 
-    assert reply("utility_is_sleeping").result is False
-    assert reply("utility_is_sleeping").failure is None
-    assert reply("utility_get_supported_tasks").result == ["generate"]
-    assert "no_such_method" in reply("utility_no_such_method").failure
+    for case in ("is_sleeping", "get_supported_tasks", "no_such_method"):
+        asked = recorded.message(version, f"utility_{case}", "input", "F->E")
+        assert reply(f"utility_{case}") == asked.meaning[1]
     assert reply("greedy_length") is None
+
+
+@pytest.mark.parametrize("rest", [[], ["failure"], [None], [None, 7], [None, [1, 2, 3], "later"]])
+def test_any_answer_is_a_sign_of_life(rest: list[Any]) -> None:
+    assert dialect.decode([outputs(reply=[12, *rest])]).reply == 12
 
 
 @pytest.mark.parametrize("version", recorded.VERSIONS)
@@ -199,10 +203,9 @@ def test_registrations(version: str) -> None:
     message = recorded.message(version, "handshake", "input")
     info = dialect.read_registration(message.frames[1])
     assert info.version.startswith(version)
-    assert (info.max_model_len, info.max_num_seqs, info.dtype) == (2048, 16, "bfloat16")
+    assert (info.max_model_len, info.data_parallel_size) == (2048, 1)
+    assert info.instance_id == message.meaning["instance_id"]
     assert info.supports_lora is False
-    assert info.raw["block_size"] == 128
-    assert info.raw.keys() == message.meaning.keys()
 
 
 def test_moe_ranks_say_so() -> None:
@@ -251,7 +254,8 @@ def test_the_smallest_logprobs() -> None:
         pack([0, [["r", [5, 6], [IDS, FLOATS, RANKS, None]]]]),
         pack([0, [["r", [5], "x"]]]),
         pack([0, [["r", [5], msgspec.msgpack.Ext(1, b"a pickle")]]]),
-        pack([0, [], None, 0.0, [1, None, "no pair"]]),
+        pack([0, [], None, 0.0, []]),
+        pack([0, [], None, 0.0, ["1", None, [None, 1]]]),
         b"",
         b"\xc1",
         b"\x91" * 10_000,

@@ -15,7 +15,6 @@ from typing import Any
 from smgd.core import (
     Batch,
     Constraint,
-    ControlReply,
     Delta,
     EngineInfo,
     EngineLoad,
@@ -64,10 +63,7 @@ class VllmDialect:
             version=seen.vllm_version,
             instance_id=seen.instance_id,
             data_parallel_size=seen.data_parallel_size,
-            max_num_seqs=seen.max_num_seqs,
-            dtype=seen.dtype,
             supports_lora=seen.supports_lora,
-            raw=wire.decode_map(payload),
         )
 
     def encode_add(self, request: GenerationRequest, info: EngineInfo) -> list[bytes]:
@@ -119,7 +115,7 @@ class VllmDialect:
             message.engine_index,
             deltas,
             None if stats is None else _load(stats),
-            None if message.utility_output is None else _reply(message.utility_output),
+            None if message.utility_output is None else message.utility_output.call_id,
             message.wave_complete,
         )
         cache = None if stats is None else stats.prefix_cache_stats
@@ -185,15 +181,6 @@ def _load(stats: wire.SchedulerStats) -> EngineLoad:
     # Requests whose grammar is still being compiled are "skipped": they wait as well.
     waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
     return EngineLoad(stats.num_running_reqs, waiting, stats.kv_cache_usage)
-
-
-def _reply(output: wire.UtilityOutput) -> ControlReply:
-    if output.failure_message is not None:
-        return ControlReply(output.call_id, output.failure_message, None)
-    result = output.result
-    if result is not None and not (isinstance(result, list) and len(result) == 2):
-        raise RemoteProtocolError(f"result of utility call {output.call_id} is no pair")
-    return ControlReply(output.call_id, None, None if result is None else result[1])
 
 
 def _whole_delta(output: wire.EngineCoreOutput, frames: Sequence[bytes], sent: float) -> Delta:
