@@ -200,9 +200,15 @@ async def test_a_frozen_engine_is_replaced_by_one_with_the_same_identity(bench: 
         assert (inbox.ids, old.ids) == ([5], [])
         frozen.die()
         await trio.sleep(0.1)
+        questions = await successor.take()  # one connection has ended: was it this one's?
+        assert {kind for kind, _ in questions} == {wire.UTILITY}
+        (_, (_, call_id, *_)) = questions[-1]
+        await successor.say(outputs(reply=[call_id, None, [None, False]]))
+        await trio.sleep(0.1)
         assert bench.worker.state == "ready"
         again, _ = bench.submit()
-        assert await successor.take_ids() == [again]
+        taken = [payload[0] for kind, payload in await successor.take() if kind == wire.ADD]
+        assert taken == [again]
 
 
 @pytest.mark.parametrize("removed", ["sockets", "input", "output", "directory"])
