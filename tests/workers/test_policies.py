@@ -12,6 +12,7 @@ from smgd.core import EngineLoad, GenerationRequest, Sampling, Worker
 from smgd.errors import ConfigError
 from smgd.workers.policies import POLICIES, policy_for
 from smgd.workers.policies.least_load import WINDOW
+from smgd.workers.policies.round_robin import MAX_MODELS, RoundRobin
 from tests.workers.fakes import FakeWorker
 
 
@@ -109,6 +110,16 @@ def test_round_robin_counts_turns_per_model() -> None:
     policy = policy_for("round_robin")
     order = [policy.pick([A, B], request(model)).id for model in ("m", "n", "m", "n", "m")]
     assert order == ["a", "a", "b", "b", "a"]
+
+
+def test_round_robin_keeps_the_turns_of_so_many_models() -> None:
+    policy = RoundRobin()
+    for model in range(MAX_MODELS + 5):
+        policy.pick([A, B], request(str(model)))
+    assert len(policy._turns) == MAX_MODELS
+    last = request(str(MAX_MODELS + 4))
+    assert [policy.pick([A, B], last).id for _ in range(3)] == ["b", "a", "b"]
+    assert policy.pick([A, B], request("0")).id == "a"  # forgotten: its turns begin again
 
 
 def test_least_load_takes_the_lowest_score() -> None:

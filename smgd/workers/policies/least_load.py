@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 from smgd.core import GenerationRequest, Worker
 from smgd.engine import ranks
+from smgd.workers.policies.scoreless import Scoreless
 
 WINDOW = 16
 
 
-class LeastLoad:
+class LeastLoad(Scoreless):
     """Keeps nothing but whose turn it is among equals."""
 
     name = "least_load"
@@ -35,9 +36,3 @@ class LeastLoad:
         chosen = ranks.lowest(scores, 0)
         self._turn = start + chosen + 1
         return window[chosen]
-
-    def started(self, worker: Worker, request: GenerationRequest) -> None:
-        """Do nothing: the worker knows what is in flight."""
-
-    def ended(self, worker: Worker, request: GenerationRequest) -> None:
-        """Do nothing."""

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from smgd.core import GenerationRequest, Worker
 from smgd.engine import ranks
+from smgd.workers.policies.scoreless import Scoreless
 
 
-class PowerOfTwo:
+class PowerOfTwo(Scoreless):
     """Draws two; `rng` is for tests."""
 
     name = "power_of_two"
@@ -31,9 +32,3 @@ class PowerOfTwo:
         second = (first + self._rng.randrange(1, count)) % count
         pair = candidates[first], candidates[second]
         return min(pair, key=lambda worker: ranks.score(worker.requests_active, worker.load))
-
-    def started(self, worker: Worker, request: GenerationRequest) -> None:
-        """Do nothing: the worker knows what is in flight."""
-
-    def ended(self, worker: Worker, request: GenerationRequest) -> None:
-        """Do nothing."""

@@ -6,9 +6,10 @@ import random
 from collections.abc import Sequence
 
 from smgd.core import GenerationRequest, Worker
+from smgd.workers.policies.scoreless import Scoreless
 
 
-class Random:
+class Random(Scoreless):
     """Draws; `rng` is for tests."""
 
     name = "random"
@@ -19,9 +20,3 @@ class Random:
     def pick(self, candidates: Sequence[Worker], request: GenerationRequest) -> Worker:
         """Choose one by lot."""
         return candidates[self._rng.randrange(len(candidates))]
-
-    def started(self, worker: Worker, request: GenerationRequest) -> None:
-        """Do nothing: the next draw does not depend on it."""
-
-    def ended(self, worker: Worker, request: GenerationRequest) -> None:
-        """Do nothing."""
