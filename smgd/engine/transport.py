@@ -44,10 +44,6 @@ class PeerEvent(msgspec.Struct, frozen=True):
 class Monitor(Protocol):
     """Reports the connections of one socket, in order."""
 
-    def recv_nowait(self) -> list[PeerEvent]:
-        """Return what has happened since the last call, possibly nothing."""
-        ...
-
     async def recv(self) -> list[PeerEvent]:
         """Wait until something has happened and return it."""
         ...

@@ -276,10 +276,6 @@ class ZmqMonitor:
     def __init__(self, pair: ZmqSocket) -> None:
         self._pair = pair
 
-    def recv_nowait(self) -> list[PeerEvent]:
-        """Return what has happened since the last call, possibly nothing."""
-        return [_peer_event(frames) for frames in self._pair.drain_nowait()]
-
     async def recv(self) -> list[PeerEvent]:
         """Wait until something has happened and return it."""
         return [_peer_event(frames) for frames in await self._pair.recv_batch()]

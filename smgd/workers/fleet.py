@@ -28,11 +28,11 @@ from smgd.errors import WorkerError, WorkerExistsError, WorkerNotFoundError
 from smgd.text.catalog import Catalog
 from smgd.text.loader import ModelLoader, ModelSource
 from smgd.text.model import Model
-from smgd.workers.life import live
 from smgd.workers.lifecycle import Thresholds
 from smgd.workers.record import Record
 from smgd.workers.registry import Registry
 from smgd.workers.spec import MODEL_LABELS, WorkerPatch, WorkerSpec, judge, load, model_of
+from smgd.workers.task import live
 from smgd.workers.zmq import ZmqWorker, binder
 
 log = structlog.get_logger("smgd.workers")

@@ -9,8 +9,9 @@
 | any but failed     | draining  | removal was asked for                                           |
 
 `failed` and `draining` are final. A worker whose connection is watched (ZMQ) is moved by handshake
-and loss alone, at once and in both directions: it is never probed, so it never fails, and an engine
-that comes back after hours is served. Probes are for workers that can only be asked.
+and loss alone, at once and in both directions, and an engine that comes back after hours is served.
+It is probed only where workers are to be given up (`remove_unhealthy_workers`), and never fails
+elsewhere.
 """
 
 from __future__ import annotations
@@ -30,18 +31,15 @@ class Thresholds(msgspec.Struct, frozen=True):
     failure: int = 3
 
 
-DEFAULT_THRESHOLDS = Thresholds()
-
-
 class Lifecycle:
     """The state of one worker; every method returns whether it has changed.
 
     `thresholds` may be set at any time.
     """
 
-    def __init__(self, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> None:
+    def __init__(self) -> None:
         self.state: WorkerState = "pending"
-        self.thresholds = thresholds
+        self.thresholds = Thresholds()
         self._good = 0  # probes in a row
         self._bad = 0
         self._probes = 0  # since the state began

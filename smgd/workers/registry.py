@@ -48,10 +48,6 @@ class Registry:
             self.changed(worker)
         return worker
 
-    def get(self, worker_id: str) -> Worker | None:
-        """Return a worker by its id."""
-        return self.workers.get(worker_id)
-
     def by_url(self, url: str) -> Worker | None:
         """Return a worker by its URL."""
         return next((worker for worker in self.workers.values() if worker.url == url), None)

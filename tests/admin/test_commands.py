@@ -175,7 +175,7 @@ async def test_a_worker_that_waits_for_another_has_no_command(
     assert "HELLO" not in text
     assert f"waits until worker {old.id}" in (await ctl("workers", "list")).out
     assert (await ctl("workers", "patch", old.id, "--drain-settle-secs", "0")).code == 0
-    await until(lambda: house.daemon.registry.get(new["id"]))
+    await until(lambda: house.daemon.registry.workers.get(new["id"]))
     await house.ready()
     assert "state           ready" in (await ctl("workers", "show", new["id"])).out
     await call.close()

@@ -38,15 +38,12 @@ class MemoryMonitor:
         self._events.extend(events)
         self._lot.unpark_all()
 
-    def recv_nowait(self) -> list[PeerEvent]:
-        events = list(self._events)
-        self._events.clear()
-        return events
-
     async def recv(self) -> list[PeerEvent]:
         while not self._events:
             await self._lot.park()
-        return self.recv_nowait()
+        events = list(self._events)
+        self._events.clear()
+        return events
 
 
 class MemorySocket:

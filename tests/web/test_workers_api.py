@@ -98,7 +98,7 @@ async def test_a_pending_worker_says_what_it_waits_for(nursery: trio.Nursery) ->
 def registered(api: ApiHouse, worker_id: str) -> bool:
     """Tell whether a worker has its sockets, and not its predecessor any more."""
     daemon = api.house.daemon
-    return daemon.registry.get(worker_id) is daemon.fleet.get(worker_id).worker
+    return daemon.registry.workers.get(worker_id) is daemon.fleet.get(worker_id).worker
 
 
 # -------------------------------------------------------------------------------- refusals

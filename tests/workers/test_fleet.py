@@ -73,7 +73,7 @@ async def test_a_started_worker_is_bound(yard: Yard) -> None:
     record = await yard.fleet.start(yard.spec())
     assert (record.state, record.worker.model_id) == ("pending", "smgd-sim")
     assert yard.files == ["e0-in.sock", "e0-out.sock", "e0.lock"]
-    assert yard.registry.get(record.id) is record.worker
+    assert yard.registry.workers.get(record.id) is record.worker
 
 
 async def test_a_worker_that_cannot_start_raises_its_reason(yard: Yard) -> None:
@@ -97,7 +97,7 @@ async def test_a_worker_that_is_added_and_cannot_be_bound_is_failed(yard: Yard) 
     assert yard.registry.workers == {}
     assert yard.files == []
     again = yard.fleet.add(record.spec)
-    await until(lambda: yard.registry.get(again.id))
+    await until(lambda: yard.registry.workers.get(again.id))
     assert list(yard.fleet.records) == [again.id]
 
 
@@ -128,7 +128,7 @@ async def test_a_url_is_free_as_soon_as_its_worker_is_on_the_way_out(yard: Yard)
     third_after = yard.fleet.remove(second.id)
     third = yard.fleet.add(yard.spec())
     assert (first.state, third_after.state, third.state) == ("draining", "draining", "pending")
-    await until(lambda: yard.registry.get(third.id))
+    await until(lambda: yard.registry.workers.get(third.id))
     assert first.gone.is_set()
     await until(lambda: list(yard.fleet.records) == [third.id])
     assert yard.files == ["e0-in.sock", "e0-out.sock", "e0.lock"]
@@ -254,13 +254,13 @@ async def test_a_fault_of_ours_in_a_worker_that_serves_is_its_own_failure(
         record = (
             yard.fleet.add(yard.spec()) if how == "add" else await yard.fleet.start(yard.spec())
         )
-        await until(lambda: yard.registry.get(record.id))
+        await until(lambda: yard.registry.workers.get(record.id))
     faulty.set()
     await until(lambda: record.state == "failed")
     assert record.reason.endswith("ZeroDivisionError: nobody has thought of it")
     assert yard.registry.workers == {}
     again = yard.fleet.add(yard.spec())
-    await until(lambda: yard.registry.get(again.id))
+    await until(lambda: yard.registry.workers.get(again.id))
 
 
 # --------------------------------------------------------------------- what engines remember
@@ -348,11 +348,11 @@ async def test_a_worker_that_waits_for_another_to_drain_says_so(yard: Yard) -> N
     yard.fleet.remove(first.id)
     second = yard.fleet.add(yard.spec())
     assert second.waits == f"waits until worker {first.id} at the same URL has drained"
-    await until(lambda: yard.registry.get(second.id))
+    await until(lambda: yard.registry.workers.get(second.id))
     assert (second.waits, second.before) == ("", ())
     third = yard.fleet.replace(second.id, yard.spec(dp_size=2))
     assert third.waits == "waits until the requests on its former connection have ended"
-    await until(lambda: yard.registry.get(third.id) is third.worker)
+    await until(lambda: yard.registry.workers.get(third.id) is third.worker)
     assert (third.waits, third.before) == ("", ())
 
 

@@ -72,7 +72,8 @@ def test_not_ready_recovers_or_fails() -> None:
 
 
 def test_thresholds_are_settings() -> None:
-    life = Lifecycle(Thresholds(success=1, failure=1))
+    life = Lifecycle()
+    life.thresholds = Thresholds(success=1, failure=1)
     assert probed(life, GOOD, BAD, BAD, BAD, BAD) == [
         "ready",
         "not_ready",
@@ -100,7 +101,8 @@ def test_removal_drains(state: str) -> None:
 
 @given(st.lists(st.sampled_from(["handshake_complete", "engine_lost", "removed", GOOD, BAD])))
 def test_every_method_tells_whether_the_state_has_changed(steps: list[str | bool]) -> None:
-    life = Lifecycle(Thresholds(success=1, failure=1))
+    life = Lifecycle()
+    life.thresholds = Thresholds(success=1, failure=1)
     for step in steps:
         before = life.state
         changed = life.probed(step) if isinstance(step, bool) else getattr(life, step)()

@@ -21,8 +21,8 @@ def registry(*workers: FakeWorker) -> Registry:
 def test_workers_are_found_by_id_url_and_model() -> None:
     a, b = FakeWorker("a"), FakeWorker("b", "other")
     made = registry(a, b)
-    assert made.get("a") is a
-    assert made.get("c") is None
+    assert made.workers.get("a") is a
+    assert made.workers.get("c") is None
     assert made.by_url("ipc:///b") is b
     assert made.by_url("ipc:///c") is None
     assert made.of_model("other") == [b]
