@@ -5,7 +5,9 @@ readable once when *something* has changed, and every call into the socket, by w
 consume that edge. Three rules follow, and this module is where they are kept:
 
 1. Wait only after a look that found nothing, a failed receive or `EVENTS`, with no call since: that
-   look has consumed the edge that belongs to what is there, so that what comes makes a new one.
+   look has consumed the edge that belongs to what is there, so that what comes makes a new one. So
+   the last look has found "all" that was there; or "some" of it, and what is left makes no edge; or
+   it does not count ("none"), as somebody has called since.
 2. One task reads, and only the reader waits on the descriptor. A send by another task may consume
    the edge that announces a message, so every send looks at `EVENTS` and wakes a waiting reader.
 3. A sender that finds no room does not wait on the descriptor: that would need a second waiter, and
@@ -117,8 +119,7 @@ class ZmqSocket:
         self._on_close = on_close
         self._fd = int(raw.get(zmq.FD))  # asking costs more than a receive
         self._reader_waits = False
-        self._limit_hit = False
-        self._exhausted = False  # nothing was there at the last look, and nobody called since
+        self._look: Literal["all", "some", "none"] = "none"
         self._monitor: ZmqMonitor | None = None
 
     def __enter__(self) -> Self:
@@ -163,7 +164,8 @@ class ZmqSocket:
         except zmq.ZMQError as error:
             raise _translated(error) from error
         finally:
-            self._exhausted = False
+            if self._look == "all":
+                self._look = "none"
             self._wake_reader()
 
     async def send(self, frames: Sequence[bytes]) -> None:
@@ -205,7 +207,7 @@ class ZmqSocket:
                     break
         except trio.WouldBlock:
             pass
-        self._exhausted = len(messages) < limit
+        self._look = "all" if len(messages) < limit else "some"
         return messages
 
     async def recv_batch(self, limit: int = DRAIN_LIMIT) -> list[list[bytes]]:
@@ -214,13 +216,12 @@ class ZmqSocket:
         Checkpoints come before anything is received, so nothing is lost to a cancellation: if the
         call before this one has hit its limit, or if it must wait. Raises `TransportError`.
         """
-        if self._limit_hit:
-            await trio.lowlevel.checkpoint()
-        elif self._exhausted:
+        if self._look == "all":
             await self._wait_readable()
+        elif self._look == "some":
+            await trio.lowlevel.checkpoint()
         while not (messages := self.drain_nowait(limit)):
             await self._wait_readable()
-        self._limit_hit = len(messages) == limit
         return messages
 
     def monitor(self) -> ZmqMonitor:
@@ -242,7 +243,7 @@ class ZmqSocket:
             self._monitor.close()
         if self._reader_waits:
             trio.lowlevel.notify_closing(self._fd)
-        self._exhausted = False  # whoever reads next must not wait: the descriptor is gone
+        self._look = "none"  # whoever reads next must not wait: the descriptor is gone
         self._raw.close(linger=round(linger * 1000))
         self._on_close(self)
 
