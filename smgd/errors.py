@@ -7,6 +7,13 @@ HTTP status that blames the client (4xx) or us (5xx), `RemoteProtocolError` blam
 
 from __future__ import annotations
 
+from typing import Final
+
+import msgspec
+
+# What decoders raise for bytes that mean nothing.
+UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 class SmgdError(Exception):
     """Base of all errors below; its text is fit to be shown to an operator."""

@@ -11,9 +11,8 @@ import socket
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from smgd.admin.protocol import Request, decode_answer, encode
+from smgd.errors import UNDECODABLE
 
 # Seconds. A daemon that systemd starts because we have connected needs some of them.
 TIMEOUT: Final = 30.0
@@ -53,7 +52,7 @@ def ask(path: str, command: str, args: dict[str, Any], timeout: float = TIMEOUT)
         raise UnreachableError(_CLOSED.format(path))
     try:
         answer = decode_answer(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise UnreachableError(f"what listens at {path} is not smgd: {error}") from error
     if answer.kind == "denied":
         raise UnreachableError(answer.error)

@@ -17,14 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
-import msgspec
 import structlog
 import trio
 
 from smgd.admin.peer import Access, Peer, access_to, peer_of
 from smgd.admin.protocol import MAX_REQUEST, Answer, Request, decode_request, encode
 from smgd.config import AdminConfig
-from smgd.errors import ConfigError
+from smgd.errors import UNDECODABLE, ConfigError
 from smgd.files import hold, is_at, listener_of
 
 log = structlog.get_logger("smgd.admin")
@@ -80,7 +79,7 @@ async def _answer(answer_to: Callable[[bytes], Answer], stream: trio.SocketStrea
 def _answer_to(run: Run, peer: Peer, line: bytes) -> Answer:
     try:
         request = decode_request(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         return Answer(error=f"this is not a request: {error}", kind="usage")
     return run(request, peer)
 

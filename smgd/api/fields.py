@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from smgd.errors import ApiError, invalid_request, unsupported_parameter
+from smgd.errors import UNDECODABLE, ApiError, invalid_request, unsupported_parameter
 
 # Ignoring these is right: they label, store or bill, and do not change what is generated.
 HARMLESS = frozenset(
@@ -160,7 +160,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes, rules: FieldRules) -> 
         return request, unknown + _unknown_inside(raw, rules)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         text = f"The request body is not valid JSON: {error}"
         raise invalid_request("invalid_json", text) from error
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from smgd.core import Constraint, EngineInfo, GenerationRequest, Sampling
-from smgd.errors import ApiError, invalid_request
+from smgd.errors import UNDECODABLE, ApiError, invalid_request
 
 # vLLM's own default for --max-logprobs; the registration does not tell the engine's.
 MAX_LOGPROBS = 20
@@ -177,7 +177,7 @@ def _as_object(kind: str, value: Any) -> Any:
         return value
     try:
         return msgspec.json.decode(value)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise _bad_constraint(kind, f"is not valid JSON: {error}") from error
 
 

@@ -28,7 +28,7 @@ from structlog.typing import FilteringBoundLogger
 from smgd.engine.handshake import Said
 from smgd.engine.paths import Addresses
 from smgd.engine.roster import Roster
-from smgd.errors import RemoteProtocolError, SmgdError
+from smgd.errors import UNDECODABLE, RemoteProtocolError, SmgdError
 from smgd.files import write_whole
 from smgd.once import Once
 
@@ -152,7 +152,7 @@ class RecordFile:
 def _errors() -> Iterator[None]:
     try:
         yield
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise RecordError(str(error)) from error
 
 

@@ -25,7 +25,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from smgd.errors import ConfigError
+from smgd.errors import UNDECODABLE, ConfigError
 from smgd.sim.model import Codec
 
 Finish: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -87,7 +87,7 @@ def find_reply(replies: list[Reply], prompt: str) -> Reply | None:
 def _parse(text: str, codec: Codec, where: str) -> Reply:
     try:
         line = _decoder.decode(text)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{where}: {error}") from error
     ids = line.token_ids if line.text is None else codec.encode(line.text)
     if ids is None and (line.finish is not None or line.then is not None):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from smgd.errors import UNDECODABLE
 from smgd.sim.faults import InputThreadError
 
 T = TypeVar("T")
@@ -222,7 +223,7 @@ def decode_init(payload: bytes) -> Init:
 def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     try:
         return decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise InputThreadError(f"{type(error).__name__}: {error}") from error
 
 

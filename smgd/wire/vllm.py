@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from smgd.errors import RemoteProtocolError
+from smgd.errors import UNDECODABLE, RemoteProtocolError
 
 # The type byte in front of every message on the input socket.
 ADD = b"\x00"
@@ -220,7 +220,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T
         return decoder.decode(payload)
     except RemoteProtocolError:
         raise
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise RemoteProtocolError(f"undecodable {what}: {error}") from error
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import structs
 
-from smgd.errors import WorkerError
+from smgd.errors import UNDECODABLE, WorkerError
 from smgd.workers.spec import Health, ModelCard, WorkerPatch, WorkerSpec
 
 T = TypeVar("T", WorkerSpec, WorkerPatch)
@@ -30,7 +30,7 @@ def decode(body: bytes) -> dict[str, Any]:
     """Return a body's fields without those that are null. Raises `WorkerError`."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise WorkerError(f"invalid request body: {error}") from error
     return {name: _given(value) for name, value in _without_nulls(fields).items()}
 
