@@ -239,10 +239,16 @@ class Generation:
         self.close()
 
     def close(self) -> None:
-        """Abort what the engine has not finished. Idempotent."""
+        """Abort what the engine has not finished, and let go of the sequences. Idempotent.
+
+        A sequence holds its generation: the cycle would keep prompt and output, and by the hook the
+        model, until the next full collection, which may be hours away.
+        """
         self._closed = True
-        for sequence in self.sequences:
+        sequences, self.sequences = self.sequences, []
+        for sequence in sequences:
             self.abort(sequence)
+            sequence.hook = None
 
     def set_hook(self, hook: FlushHook | None) -> None:
         """Have the reader call `hook` for sequences with news, in place of waking the task."""

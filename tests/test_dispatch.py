@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ from smgd.core import (
 from smgd.dispatch import BEST_EFFORT, Dispatcher, Generation, Migration, Sequence
 from smgd.errors import ApiError, EngineLostError, invalid_request
 from smgd.migration import Mode
-from tests.support import FirstPolicy, MemoryWorker, request
+from tests.support import FirstPolicy, MemoryWorker, no_collector, request
 
 
 class House:
@@ -138,6 +139,20 @@ async def test_a_lost_engine_fails_the_generation_and_aborts_its_siblings_elsewh
     assert house.workers[1].aborted == ["b"]
     assert house.workers[0].aborted == []
     assert house.nothing_left()
+
+
+async def test_what_a_generation_holds_is_freed_at_its_end() -> None:
+    class Hook:
+        def __call__(self, _sequence: Sequence) -> None: ...
+
+    house, hook = House(), Hook()
+    ref = weakref.ref(hook)
+    with no_collector():
+        async with house.dispatcher.generation([request()], "mine") as generation:
+            generation.set_hook(hook)
+        del hook
+        assert ref() is None
+    assert generation.sequences == []
 
 
 @pytest.mark.parametrize(

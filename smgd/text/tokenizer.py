@@ -51,7 +51,8 @@ class Tokenizer:
         self.special_ids = frozenset(self.vocabulary.special)
         self.eos_token_id = self.id_of(special_tokens.get("eos_token", ""))
         # Clients tend to send the same stop strings with every request.
-        self.only_token = lru_cache(maxsize=1024)(self._only_token)
+        # Not of a method: nothing of a tokenizer may hold it, or it outlives its model.
+        self.only_token = lru_cache(maxsize=1024)(partial(_only_token, backend))
         self.longest_token = max(map(len, backend.get_vocab()), default=1)
         self.segments = segment_cache(backend)
         self.words = None if self.segments is None else word_cache(backend)
@@ -73,26 +74,11 @@ class Tokenizer:
 
         What a chat template has rendered is encoded without special tokens: it has its own.
         """
-        return self._encode([text], add_special_tokens)[0]
-
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        encode = partial(self.backend.encode_batch_fast, add_special_tokens=add_special_tokens)
-        try:
-            encodings = encode(texts)
-        except TypeError:  # half of a surrogate pair: JSON can spell one, UTF-8 cannot
-            encodings = encode([_without_surrogates(text) for text in texts])
-        return [encoding.ids for encoding in encodings]
-
-    def _only_token(self, text: str) -> int | None:
-        """Return the id of the token that a text is, if it is one and that token nothing else."""
-        ids = self.encode(text)
-        if len(ids) != 1 or self.decode(ids, skip_special_tokens=False) != text:
-            return None
-        return ids[0]
+        return _encode(self.backend, [text], add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, without special tokens. Releases the GIL as well."""
-        return self._encode(texts, add_special_tokens=False)
+        return _encode(self.backend, texts, add_special_tokens=False)
 
     def encode_units(self, units: Sequence[str]) -> list[list[int]]:
         """Return the ids of units of `words`, encoded as one text: faster than one by one."""
@@ -109,6 +95,25 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it."""
         return self.backend.token_to_id(token)
+
+
+def _encode(
+    backend: tokenizers.Tokenizer, texts: Sequence[str], add_special_tokens: bool
+) -> list[list[int]]:
+    encode = partial(backend.encode_batch_fast, add_special_tokens=add_special_tokens)
+    try:
+        encodings = encode(texts)
+    except TypeError:  # half of a surrogate pair: JSON can spell one, UTF-8 cannot
+        encodings = encode([_without_surrogates(text) for text in texts])
+    return [encoding.ids for encoding in encodings]
+
+
+def _only_token(backend: tokenizers.Tokenizer, text: str) -> int | None:
+    """Return the id of the token that a text is, if it is one and that token nothing else."""
+    ids = _encode(backend, [text], add_special_tokens=False)[0]
+    if len(ids) != 1 or backend.decode(ids, skip_special_tokens=False) != text:
+        return None
+    return ids[0]
 
 
 def _without_surrogates(text: str) -> str:

@@ -42,13 +42,24 @@ class Layout:
 class Bytes(dict[int, bytes]):
     """id -> the token's bytes; empty for ids that are unknown or hidden."""
 
-    def __init__(self, vocabulary: Vocabulary, hidden: frozenset[int]) -> None:
+    def __init__(
+        self, backend: Tokenizer, layout: Layout | None, hidden: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(dict.fromkeys(hidden, b""))
-        self._vocabulary = vocabulary
+        self._backend = backend
+        self._layout = layout
 
     def __missing__(self, token_id: int) -> bytes:
-        data = self[token_id] = self._vocabulary.spell(token_id)
+        data = self[token_id] = self._spell(token_id)
         return data
+
+    def _spell(self, token_id: int) -> bytes:
+        token = _token(self._backend, token_id)
+        if token is None:
+            return b""
+        if self._layout is None:
+            return self._backend.decode([token_id], skip_special_tokens=False).encode()
+        return self._layout.token_bytes(token)
 
 
 class Texts(dict[int, str | None]):
@@ -114,7 +125,8 @@ class Vocabulary:
         layout = read_layout(describe(backend.decoder))
         if layout is not None and self._agrees(layout):
             self.layout = layout
-        shown, hidden = Bytes(self, frozenset()), Bytes(self, frozenset(self.special))
+        shown = Bytes(backend, self.layout)
+        hidden = Bytes(backend, self.layout, frozenset(self.special))
         self._bytes = (shown, hidden)
         texts = (Texts(shown), Texts(hidden))
         self._texts = texts if self.layout else (UNTABLED, UNTABLED)
@@ -124,7 +136,7 @@ class Vocabulary:
 
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary writes it, or None for an id that it does not have."""
-        return self.backend.id_to_token(token_id) if 0 <= token_id <= _LAST_ID else None
+        return _token(self.backend, token_id)
 
     def raw_bytes(self, token_id: int) -> bytes:
         """Return a token's own bytes (maybe a part of a character), special tokens included."""
@@ -153,15 +165,6 @@ class Vocabulary:
             return self.raw_bytes(token_id)
         return self.layout.first_bytes(token)
 
-    def spell(self, token_id: int) -> bytes:
-        """Work out what `raw_bytes` then remembers."""
-        token = self.token(token_id)
-        if token is None:
-            return b""
-        if self.layout is None:
-            return self.backend.decode([token_id], skip_special_tokens=False).encode()
-        return self.layout.token_bytes(token)
-
     def _agrees(self, layout: Layout) -> bool:
         """Compare a layout with `decode`, on added tokens and on ids all over the vocabulary."""
         ids = [*self.added, *range(0, self.size, max(1, self.size // _SAMPLE))]
@@ -171,6 +174,10 @@ class Vocabulary:
             if "\ufffd" not in want and want != _spell_all(layout, [token for _, token in run]):
                 return False
         return True
+
+
+def _token(backend: Tokenizer, token_id: int) -> str | None:
+    return backend.id_to_token(token_id) if 0 <= token_id <= _LAST_ID else None
 
 
 def _runs(known: Sequence[tuple[int, str]]) -> Iterator[Sequence[tuple[int, str]]]:

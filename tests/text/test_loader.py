@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from smgd.text.loader import ModelLoader, ModelSource
 from smgd.text.model import Model, load_model
 from smgd.text.stage import TextStage
 from tests.flows.house import LogLine, captured_log, until
+from tests.support import no_collector
 from tests.text.make_model import write_model
 
 T = TypeVar("T")
@@ -174,6 +176,23 @@ async def test_a_model_that_is_not_configured_any_more_is_still_loaded(desk: Des
     await until(lambda: desk.heard == ["m"])
     assert desk.catalog.get("m").id == "m"
     assert desk.loader.named("n") is None
+
+
+async def test_a_model_that_is_served_no_more_is_freed(desk: Desk) -> None:
+    """A tokenizer is megabytes, and full collections are rare: no cycle may keep it."""
+    desk.loader.add(SIM)
+    await until(lambda: "sim" in desk.heard)
+    tokenizer = desk.catalog.get("sim").tokenizer
+    assert tokenizer.only_token("a") is not None
+    assert tokenizer.vocabulary.escape_table(True)[65]
+    parts = (tokenizer, tokenizer.vocabulary, tokenizer.segments, tokenizer.words)
+    refs = [weakref.ref(part) for part in parts if part is not None]
+    assert len(refs) == 4
+    del tokenizer, parts
+    with no_collector():
+        desk.loader.forget("sim")
+        await trio.testing.wait_all_tasks_blocked()
+        assert [ref() for ref in refs] == [None] * 4
 
 
 async def test_an_error_is_forgotten_when_the_model_is_to_come_from_elsewhere(desk: Desk) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import trio
 
 from tests.flows.client import head, send
 from tests.flows.house import until
+from tests.support import no_collector
 from tests.workers.api import ApiHouse, api_house
 
 # Ids to 8000 tokens at 5 ms: still running whenever a test looks.
@@ -843,6 +845,30 @@ async def test_an_engine_of_another_model_is_not_taken_for_the_one_that_is_wante
         api.house.start_engine(worker=1)
         await api.until_status(worker_id, "ready")
         api.remove_set_aside(1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_is_freed_with_its_last_worker(
+    nursery: trio.Nursery, *, stream: bool
+) -> None:
+    """No request, cache or listener holds a tokenizer; it is megabytes, and this happens often."""
+    async with api_house(nursery, health={"drain_settle": 0}) as api:
+        with no_collector():
+            worker_id = await api.add(1, labels={"model": "other", "model_path": "smgd-sim"})
+            api.house.start_engine(worker=1)
+            await api.until_ready(1)
+            tokenizer = api.house.daemon.catalog.get("other").tokenizer
+            parts: list[object] = [tokenizer, tokenizer.vocabulary]
+            refs = [weakref.ref(part) for part in parts]
+            del tokenizer, parts
+            call = await api.house.ask(
+                "hello", model="other", max_tokens=3, stream=stream, stop=["x"], logprobs=True
+            )
+            assert call.status == 200
+            del call
+            await api.remove(worker_id)
+            await until(lambda: [ref() for ref in refs] == [None, None])
+        api.outlived.add(1)
 
 
 async def test_deleting_and_adding_fifty_times_leaves_nothing(nursery: trio.Nursery) -> None:
