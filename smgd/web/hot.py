@@ -11,22 +11,19 @@ from functools import partial
 
 import msgspec
 import structlog
-import trio
 
 from smgd.api import QUERIES, SURFACES
 from smgd.api.base import Plan, PlanContext, Query, QueryContext, Surface
 from smgd.api.envelope import error_body, error_event
-from smgd.core import Timings, Write
 from smgd.dispatch import Generation, Sequence
 from smgd.errors import ApiError, internal_error
-from smgd.metrics import Finished
 from smgd.web import gate
-from smgd.web.exchange import Exchange, SinkClosed
+from smgd.web.accounts import account, error_type
+from smgd.web.exchange import Exchange
 from smgd.web.service import Running, Service
+from smgd.web.streaming import stream
 
 log = structlog.get_logger("smgd.web")
-
-KEEPALIVE = b": keep-alive\n\n"
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -100,7 +97,7 @@ async def _fail(
     """Answer with an error, or end a stream that has begun with an error event."""
     nobody = "other" if error.code == "model_not_found" else "unknown"
     model = access.fields.get("model", nobody)
-    service.metrics.failed(model, route.endpoint, _error_type(error))
+    service.metrics.failed(model, route.endpoint, error_type(error))
     access.answered(200 if exchange.started else error.status, error.code)
     if exchange.started:
         await exchange.end(route.error_event(error))
@@ -183,12 +180,12 @@ async def answer(
         )
         try:
             if plan.stream:
-                await _stream(service, exchange, access, generation, plan)
+                await stream(exchange, access, generation, plan, service.sse_keepalive)
             else:
                 await _whole(exchange, access, generation, plan)
         finally:
             del service.running[response_id]
-            _account(service, surface, access, generation, plan)
+            account(service, surface.endpoint, access, generation, plan)
 
 
 async def _whole(
@@ -212,170 +209,3 @@ async def _whole(
 def _wait_for_finish(sequence: Sequence) -> None:
     if sequence.finish is not None:
         sequence.touch()
-
-
-class _Direct:
-    """The hook while the engine's reader writes the client's socket itself: no task wakes.
-
-    The task has to come back for the end of the stream, for a socket that takes no more, and for a
-    sequence that smgd stopped: `rest` is then what was rendered and not written.
-    """
-
-    __slots__ = ("exchange", "generation", "plan", "rest", "stuck", "wrote")
-
-    def __init__(self, exchange: Exchange, plan: Plan, generation: Generation) -> None:
-        self.exchange = exchange
-        self.plan = plan
-        self.generation = generation
-        self.rest = b""
-        self.stuck = False
-        self.wrote = False
-
-    def __call__(self, sequence: Sequence) -> Write | None:
-        """Render a sequence's news; return what writes them, unless the task must wake."""
-        if self.stuck or sequence.finish is not None:
-            sequence.touch()
-            return None
-        data = self.plan.feed(sequence)
-        if self.plan.done:
-            self.rest += data
-            self.stuck = True
-            sequence.touch()
-            return None
-        if not data:
-            return None
-        self.rest += data
-        return self.write
-
-    def write(self) -> None:
-        """Write what is rendered, or wake the task."""
-        if self.stuck:
-            return  # the task writes it
-        data, self.rest = self.rest, b""
-        if not data:
-            return  # another choice's news of the same drain took it along
-        self.wrote = True
-        try:
-            self.stuck = bool(self.exchange.write_nowait(data))
-        except SinkClosed:
-            self.stuck = True  # the client is gone; the task's own write finds the same
-        if self.stuck:
-            self.generation.wake()
-
-    async def news(self, keepalive: float) -> list[Sequence] | None:
-        """Wait for what the task must do; None after a silence of `keepalive` seconds.
-
-        Writes are not timed: that one happened is noticed at the next look, two looks a period, so
-        a silence lasts at most half as long again.
-        """
-        self.stuck = False
-        generation = self.generation
-        generation.set_hook(self if self.exchange.can_write_nowait else None)
-        quiet = 0
-        try:
-            while quiet < 2:
-                self.wrote = False
-                with trio.move_on_after(keepalive / 2):
-                    return await generation.wait()
-                quiet = 0 if self.wrote else quiet + 1
-            return None
-        finally:
-            generation.set_hook(None)
-
-
-async def _stream(
-    service: Service, exchange: Exchange, access: gate.Access, generation: Generation, plan: Plan
-) -> None:
-    """Write frames as they come. The head waits for the first of them, or for the first error."""
-    direct = _Direct(exchange, plan, generation)
-    while True:
-        news = await direct.news(service.sse_keepalive)
-        if news is None:
-            data = KEEPALIVE
-        else:
-            data, direct.rest = direct.rest, b""
-            data += b"".join([plan.feed(sequence) for sequence in news])
-        if generation.error is not None:
-            if data and exchange.started:
-                await exchange.write(data)  # what came before the error is the client's
-            raise generation.error
-        if plan.done:
-            break
-        if data or direct.stuck:
-            await _start(exchange, access)
-            await exchange.write(data)
-    await _start(exchange, access)
-    await exchange.end(data + plan.end())
-
-
-async def _start(exchange: Exchange, access: gate.Access) -> None:
-    if exchange.started:
-        return
-    access.answered(200)
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        # Proxies of nginx's kind would otherwise collect the stream.
-        (b"x-accel-buffering", b"no"),
-        *gate.common_headers(access),
-    ]
-    await exchange.start(200, headers)
-
-
-def _account(
-    service: Service, surface: Surface, access: gate.Access, generation: Generation, plan: Plan
-) -> None:
-    usage = plan.usage()
-    first = [s.first_token_at for s in generation.sequences if s.first_token_at is not None]
-    now = trio.current_time()
-    ttft = min(first) - access.started if first else None
-    queue, prefill = _engine_times(generation.sequences[0].timings)
-    service.metrics.finished(
-        plan.requests[0].model,
-        surface.endpoint,
-        Finished(
-            streaming=plan.stream,
-            prompt_tokens=usage.prompt,
-            completion_tokens=usage.completion,
-            seconds=now - access.started,
-            ttft=ttft,
-            generation=now - min(first) if first else None,
-            queue=queue,
-            prefill=prefill,
-        ),
-    )
-    first_sequence = generation.sequences[0]
-    worker = first_sequence.worker
-    access.fields.update(
-        worker=worker.url if worker else None,
-        engine_request=first_sequence.running.id,
-        prompt_tokens=usage.prompt,
-        completion_tokens=usage.completion,
-        cached_tokens=usage.cached,
-        finish_reason=plan.finish_reasons() or None,
-        ttft_ms=round(ttft * 1000, 1) if ttft is not None else None,
-    )
-
-
-def _engine_times(timings: Timings | None) -> tuple[float | None, float | None]:
-    """Return how long a sequence waited in the engine, and how long its prompt took (seconds)."""
-    if timings is None or timings.queued is None or timings.scheduled is None:
-        return None, None
-    first = timings.first_token
-    return timings.scheduled - timings.queued, None if first is None else first - timings.scheduled
-
-
-def _error_type(error: ApiError) -> str:
-    """Return the field's word for the kind of an error."""
-    known = {
-        "no_available_workers": "no_workers",
-        "engine_lost": "backend_error",
-        "shutting_down": "unavailable",
-        "tokenizer_not_found": "unavailable",
-        "request_timeout": "timeout",
-        "admission_queue_full": "unavailable",
-        "admission_queue_timeout": "timeout",
-        "engine_error": "backend_error",
-    }
-    other = "validation_error" if error.status < 500 else "internal_error"
-    return known.get(error.code, other)

@@ -15,7 +15,7 @@ from smgd.api.base import Usage
 from smgd.core import Delta, GenerationRequest
 from smgd.dispatch import Generation, Sequence
 from smgd.web.exchange import Dispatcher, Exchange
-from smgd.web.hot import _Direct
+from smgd.web.streaming import Direct
 from tests.support import request as generation_request
 from tests.web.servers import read_until, request, running_server
 
@@ -55,14 +55,14 @@ class Stage:
         self.news: list[Sequence] | None = None
         self.woken: trio.Event
         self.generation: Generation
-        self.direct: _Direct
+        self.direct: Direct
         self.exchange: Any
 
     async def __call__(self, exchange: Exchange) -> None:
         nobody: Any = None  # nothing is submitted
         self.exchange = exchange
         self.generation = Generation(nobody, self.requests, "request")
-        self.direct = _Direct(exchange, self.plan, self.generation)
+        self.direct = Direct(exchange, self.plan, self.generation)
         await exchange.read_body(100)
         await exchange.start(200, [])
         self.begun.set()

@@ -1,0 +1,76 @@
+"""What metrics and the log are told of a request that engines have run, and of errors."""
+
+from __future__ import annotations
+
+import trio
+
+from smgd.api.base import Plan
+from smgd.core import Timings
+from smgd.dispatch import Generation
+from smgd.errors import ApiError
+from smgd.metrics import Finished
+from smgd.web import gate
+from smgd.web.service import Service
+
+
+def account(
+    service: Service, endpoint: str, access: gate.Access, generation: Generation, plan: Plan
+) -> None:
+    """Count a request that engines have run, however it has ended, and note it for its line."""
+    usage = plan.usage()
+    first = [s.first_token_at for s in generation.sequences if s.first_token_at is not None]
+    now = trio.current_time()
+    ttft = min(first) - access.started if first else None
+    queue, prefill = _engine_times(generation.sequences[0].timings)
+    service.metrics.finished(
+        plan.requests[0].model,
+        endpoint,
+        Finished(
+            streaming=plan.stream,
+            prompt_tokens=usage.prompt,
+            completion_tokens=usage.completion,
+            seconds=now - access.started,
+            ttft=ttft,
+            generation=now - min(first) if first else None,
+            queue=queue,
+            prefill=prefill,
+        ),
+    )
+    first_sequence = generation.sequences[0]
+    worker = first_sequence.worker
+    access.fields.update(
+        worker=worker.url if worker else None,
+        engine_request=first_sequence.running.id,
+        prompt_tokens=usage.prompt,
+        completion_tokens=usage.completion,
+        cached_tokens=usage.cached,
+        finish_reason=plan.finish_reasons() or None,
+        ttft_ms=round(ttft * 1000, 1) if ttft is not None else None,
+    )
+
+
+def _engine_times(timings: Timings | None) -> tuple[float | None, float | None]:
+    """Return how long a sequence waited in the engine, and how long its prompt took (seconds)."""
+    if timings is None or timings.queued is None or timings.scheduled is None:
+        return None, None
+    first = timings.first_token
+    return timings.scheduled - timings.queued, None if first is None else first - timings.scheduled
+
+
+# The field's words for kinds of errors, by our codes.
+_ERROR_TYPES = {
+    "no_available_workers": "no_workers",
+    "engine_lost": "backend_error",
+    "shutting_down": "unavailable",
+    "tokenizer_not_found": "unavailable",
+    "request_timeout": "timeout",
+    "admission_queue_full": "unavailable",
+    "admission_queue_timeout": "timeout",
+    "engine_error": "backend_error",
+}
+
+
+def error_type(error: ApiError) -> str:
+    """Return the field's word for the kind of an error."""
+    other = "validation_error" if error.status < 500 else "internal_error"
+    return _ERROR_TYPES.get(error.code, other)
