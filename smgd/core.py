@@ -143,14 +143,16 @@ class TokenLogprobs(msgspec.Struct, gc=False):
 
 
 class Timings(msgspec.Struct, gc=False):
-    """When the engine queued and first scheduled a request, and when it sent the first token.
+    """When the engine queued and first scheduled a request, and sent its first and last token.
 
-    Seconds on the engine's monotonic clock: only differences mean anything.
+    The last is known from the delta that finishes it. Seconds on the engine's monotonic clock: only
+    differences mean anything.
     """
 
     queued: float | None = None
     scheduled: float | None = None
     first_token: float | None = None
+    last_token: float | None = None
 
 
 class Delta(msgspec.Struct, gc=False):

@@ -53,7 +53,8 @@ class Sequence:
     """One sequence of a generation: the receiver of one engine request, and all its output.
 
     `request` is what was asked for; `running` is what an engine was given last: the same, or after
-    a migration its continuation.
+    a migration its continuation. `first_token_at` and `ended_at`, when it left its worker, are on
+    trio's clock; `timings` are those of the engine that it began on.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Sequence:
         "_taken",
         "_touched",
         "cached_tokens",
+        "ended_at",
         "finish",
         "first_token_at",
         "generation",
@@ -93,6 +95,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.timings: Timings | None = None
         self.first_token_at: float | None = None
+        self.ended_at: float | None = None
         self._logprobs: list[TokenLogprobs] | None = None
         self._taken = 0
         self._touched = False
@@ -162,6 +165,9 @@ class Sequence:
         else:
             self.finish = delta.finish
             self.stop_reason = delta.stop_reason
+            # Another engine's clock has nothing to do with the first one's.
+            if self.timings is not None and delta.timings is not None and not self.migrations:
+                self.timings.last_token = delta.timings.last_token
 
     # ------------------------------------------------------------------- the taker
 
@@ -295,6 +301,7 @@ class Generation:
         """Note that a sequence has left its worker. Idempotent."""
         if sequence.open and sequence.worker is not None:
             sequence.open = False
+            sequence.ended_at = trio.current_time()
             self._dispatcher.policy.ended(sequence.worker, sequence.running)
 
     def wake(self) -> None:
@@ -427,6 +434,7 @@ class Dispatcher:
                 lost = error
                 continue
             sequence.worker, sequence.running, sequence.open = worker, request, True
+            sequence.ended_at = None
             self._on_choice(request.model)
             self.policy.started(worker, request)
             return

@@ -71,8 +71,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a generation that has ended. Times in seconds; None where it is not known.
 
     `seconds` is from the request's head to the end, `ttft` to the first token, `generation` from
-    there on. `queue` and `prefill` are the engine's own figures: until it was scheduled, and from
-    there to the first token.
+    there to the last one that came. `queue`, `prefill` and `decode` are the engine's own figures:
+    until it was scheduled, from there to the first token, and from there to the last.
     """
 
     streaming: bool
@@ -83,6 +83,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     generation: float | None
     queue: float | None
     prefill: float | None
+    decode: float | None
 
 
 class EndpointMetrics:
@@ -123,7 +124,7 @@ class EndpointMetrics:
             self._tpot.observe(what.generation / (what.completion_tokens - 1))
         _observe(self._stages["queue"], what.queue)
         _observe(self._stages["prefill"], what.prefill)
-        _observe(self._stages["decode"], what.generation)
+        _observe(self._stages["decode"], what.decode)
 
 
 def _observe(series: Histogram, seconds: float | None) -> None:
@@ -194,7 +195,7 @@ class Metrics:
         )
         self.stages = Histogram(
             "smg_router_stage_duration_seconds",
-            "Where a request's time went: queue and prefill by the engine's clock, decode by ours",
+            "Where a request's time went, by the engine's own clock",
             ["router_type", "stage"],
             buckets=TOKEN_BUCKETS,
             registry=reg,
@@ -222,7 +223,7 @@ class Metrics:
         )
         self.generation = Histogram(
             "smg_router_generation_duration_seconds",
-            "From the first token to the end",
+            "From the first token to the last",
             labels,
             buckets=DURATION_BUCKETS,
             registry=reg,

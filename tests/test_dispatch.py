@@ -12,10 +12,12 @@ from msgspec import structs
 
 from smgd.core import (
     Constraint,
+    Delta,
     EngineInfo,
     GenerationRequest,
     Policy,
     RequestIds,
+    Timings,
     Worker,
 )
 from smgd.dispatch import BEST_EFFORT, Dispatcher, Generation, Migration, Sequence
@@ -169,6 +171,21 @@ async def test_finishes_that_are_no_answer(finish: Any, status: int, code: str) 
         assert (generation.error.status, generation.error.code) == (status, code)
     assert house.worker.aborted == []
     assert house.nothing_left()
+
+
+async def test_the_engine_that_began_times_what_it_finishes() -> None:
+    for lost, last in ((False, 5.5), (True, None)):
+        house = House(MemoryWorker("ipc:///m/a"), MemoryWorker("ipc:///m/b"))
+        async with house.dispatcher.generation([request()], "mine") as generation:
+            [sequence] = generation.sequences
+            sequence.deliver(Delta([5], timings=Timings(1.0, 2.0, 3.0)))
+            if lost:
+                house.worker.lose()
+            finish = Delta([6], finish="stop", timings=Timings(last_token=5.5))
+            assert sequence.ended_at is None
+            sequence.deliver(finish)
+            assert sequence.ended_at is not None
+            assert sequence.timings == Timings(1.0, 2.0, 3.0, last)
 
 
 async def test_an_unknown_exception_becomes_a_500_that_keeps_its_cause() -> None:

@@ -38,6 +38,7 @@ FINISHED = Finished(
     generation=0.8,
     queue=0.01,
     prefill=0.1,
+    decode=0.7,
 )
 
 
@@ -160,6 +161,7 @@ def test_what_is_not_known_is_not_observed() -> None:
             generation=None,
             queue=None,
             prefill=None,
+            decode=None,
         )
     )
     page = metrics.render().decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from smgd.api.base import Plan
+from smgd.api.base import Plan, Usage
 from smgd.core import Timings
 from smgd.dispatch import Generation
 from smgd.errors import ApiError
@@ -17,11 +17,12 @@ def account(
     service: Service, endpoint: str, access: gate.Access, generation: Generation, plan: Plan
 ) -> None:
     """Count a request that engines have run, however it has ended, and note it for its line."""
-    usage = plan.usage()
+    usage = _usage(generation, plan)
     first = [s.first_token_at for s in generation.sequences if s.first_token_at is not None]
     now = trio.current_time()
     ttft = min(first) - access.started if first else None
-    queue, prefill = _engine_times(generation.sequences[0].timings)
+    last = max(now if s.ended_at is None else s.ended_at for s in generation.sequences)
+    queue, prefill, decode = _engine_times(generation.sequences[0].timings)
     service.metrics.finished(
         plan.requests[0].model,
         endpoint,
@@ -31,9 +32,10 @@ def account(
             completion_tokens=usage.completion,
             seconds=now - access.started,
             ttft=ttft,
-            generation=now - min(first) if first else None,
+            generation=last - min(first) if first else None,
             queue=queue,
             prefill=prefill,
+            decode=decode,
         ),
     )
     first_sequence = generation.sequences[0]
@@ -49,12 +51,29 @@ def account(
     )
 
 
-def _engine_times(timings: Timings | None) -> tuple[float | None, float | None]:
-    """Return how long a sequence waited in the engine, and how long its prompt took (seconds)."""
-    if timings is None or timings.queued is None or timings.scheduled is None:
-        return None, None
-    first = timings.first_token
-    return timings.scheduled - timings.queued, None if first is None else first - timings.scheduled
+def _usage(generation: Generation, plan: Plan) -> Usage:
+    """Return the tokens of a request; of one that ended early also those that nobody has taken."""
+    usage = plan.usage()
+    if not plan.done:
+        usage.completion = sum(s.received for s in generation.sequences)
+        usage.cached = usage.cached or max(s.cached_tokens for s in generation.sequences)
+    return usage
+
+
+def _engine_times(timings: Timings | None) -> tuple[float | None, float | None, float | None]:
+    """Return how long a sequence waited in the engine, and its prompt and its tokens took (s)."""
+    if timings is None:
+        return None, None, None
+    queued, scheduled, first = timings.queued, timings.scheduled, timings.first_token
+    return (
+        _between(queued, scheduled),
+        _between(scheduled, first),
+        _between(first, timings.last_token),
+    )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
 
 
 # The field's words for kinds of errors, by our codes.

@@ -70,7 +70,9 @@ def test_recorded_outputs_mean_what_was_recorded(message: recorded.Message) -> N
     for (_, delta), row in zip(batch.deltas, meaning[1], strict=True):
         assert (delta.ids, delta.finish, delta.stop_reason) == (row[1], FINISH[row[5]], row[6])
         assert delta.cached_tokens == (row[11] and row[11]["num_cached_tokens"])
-        assert (delta.timings is None) == (row[7] is None)
+        timings = delta.timings or Timings()
+        assert (timings.first_token is None) == (row[7] is None)
+        assert timings.last_token == (None if row[5] is None else meaning[3])
         assert (delta.logprobs is None) == (row[2] is None)
         assert (delta.prompt_logprobs is None) == (row[3] is None)
     assert batch.wave_complete == meaning[6]
@@ -104,6 +106,17 @@ def test_timings_and_load_have_their_numbers(version: str) -> None:
     assert batch.load == EngineLoad(
         stats["num_running_reqs"], stats["num_waiting_reqs"], stats["kv_cache_usage"]
     )
+
+
+def test_the_message_that_finishes_has_the_last_token() -> None:
+    events = [{"type": kind, "timestamp": float(kind)} for kind in (1, 2)]
+    for events_of_it, timings in (
+        (None, Timings(last_token=9.0)),
+        (events, Timings(queued=1.0, scheduled=2.0, first_token=9.0, last_token=9.0)),
+    ):
+        payload = pack([0, [["r", [5], None, None, None, 0, None, events_of_it]], None, 9.0])
+        [(_, delta)] = dialect.decode([payload]).deltas
+        assert (delta.finish, delta.timings) == ("stop", timings)
 
 
 def test_a_preemption_is_no_timing() -> None:

@@ -336,6 +336,7 @@ async def test_a_slow_reader_gets_everything(start: Start) -> None:
     await until(lambda: generations and house.active == 0)
     [sequence, *_] = generations[0].sequences
     assert sequence._taken < len(sequence.ids) == 1501, "the socket is full, the rest waits as ids"
+    await trio.sleep(0.3)
     with trio.fail_after(PATIENCE):
         await call.read()
     assert call.done
@@ -343,3 +344,9 @@ async def test_a_slow_reader_gets_everything(start: Start) -> None:
     assert call.finishes() == ["stop"] * 8
     assert call.frames[-1]["usage"]["completion_tokens"] == 8 * 1501  # with the ends of text
     assert house.tally.aborts == []
+    await house.requests()
+    duration = await house.metric("smg_router_request_duration_seconds_sum")
+    generation = await house.metric("smg_router_generation_duration_seconds_sum")
+    decode = await house.metric("smg_router_stage_duration_seconds_sum", stage="decode")
+    assert 0 < decode < duration - 0.3, "what the client takes its time for is no engine's"
+    assert 0 < generation < duration - 0.3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import trio
 
 from smgd import __version__
 from tests.flows.client import CHAT, Call, dial, fetch, head
@@ -107,7 +108,7 @@ async def test_gauges_go_up_and_come_back(start: Start) -> None:
 
 
 async def test_counters_of_finished_requests(start: Start) -> None:
-    house = await start()
+    house = await start("--itl-ms", "10")
     for stream in (False, True):
         assert (await house.ask("count me", max_tokens=6, stream=stream)).status == 200
     assert (await house.ask("refuse me", max_tokens=0, nonsense=1)).status == 400
@@ -120,6 +121,8 @@ async def test_counters_of_finished_requests(start: Start) -> None:
     assert await house.metric("smg_router_request_duration_seconds_count", **zmq) == 2
     refused = {**zmq, "error_type": "validation_error"}
     assert await house.metric("smg_router_request_errors_total", **refused) == 1
+    decode = await house.metric("smg_router_stage_duration_seconds_sum", stage="decode")
+    assert 2 * 5 * 0.01 <= decode < await house.metric("smg_router_request_duration_seconds_sum")
     for stage in ("queue", "prefill", "decode"):
         name = "smg_router_stage_duration_seconds_count"
         assert await house.metric(name, router_type="zmq", stage=stage) == 2
@@ -132,6 +135,27 @@ async def test_counters_of_finished_requests(start: Start) -> None:
     assert await house.metric("smg_router_generation_duration_seconds_count", **labels) == 2
     assert await house.metric("smg_request_unknown_fields_total", endpoint="chat") == 1
     assert await house.metric("smg_http_requests_total", method="POST", path=CHAT) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_of_a_request_that_is_given_up_are_counted(
+    start: Start, *, stream: bool
+) -> None:
+    house = await start("--itl-ms", "2", replies=[{"contains": "long", "token_ids": [300] * 5000}])
+    engine = {"worker": f"ipc://{house.paths[0]}"}
+    call = await house.call("a long one", stream=stream)
+    with trio.fail_after(10):
+        while (  # noqa: ASYNC110 - asked over HTTP
+            await house.metric("smg_engine_generated_tokens_total", **engine) < 5
+        ):
+            await trio.sleep(0.01)
+    await call.close()
+    await house.quiet()
+    [line] = [line for line in await house.requests() if line["path"] == CHAT]
+    counted = await house.metric("smg_router_tokens_total", token_type="output")
+    generated = await house.metric("smg_engine_generated_tokens_total", **engine)
+    assert 5 <= line["completion_tokens"] == counted <= generated
+    assert (line["status"], line["finish_reason"]) == (499, None)
 
 
 async def test_aborts_are_counted(start: Start) -> None:

@@ -185,14 +185,16 @@ def _load(stats: wire.SchedulerStats) -> EngineLoad:
 
 def _whole_delta(output: wire.EngineCoreOutput, frames: Sequence[bytes], sent: float) -> Delta:
     delta = Delta(output.new_token_ids)
-    if output.finish_reason is not None:
-        # A code from a later version ends the request all the same.
-        delta.finish = _FINISH.get(output.finish_reason, "error")
-        delta.stop_reason = output.stop_reason
     if output.prefill_stats is not None:
         delta.cached_tokens = output.prefill_stats.num_cached_tokens
     if output.events is not None:
         delta.timings = _timings(output.events, sent)
+    if output.finish_reason is not None:
+        # A code from a later version ends the request all the same.
+        delta.finish = _FINISH.get(output.finish_reason, "error")
+        delta.stop_reason = output.stop_reason
+        delta.timings = delta.timings or Timings()
+        delta.timings.last_token = sent
     if output.new_logprobs is not None:
         delta.logprobs = _rows(output.new_logprobs, frames[1:])
         if len(delta.logprobs) != len(delta.ids):
