@@ -36,6 +36,7 @@ from smgd.errors import (
     ApiError,
     EngineLostError,
     SmgdError,
+    WorkerLeftError,
     engine_lost,
     internal_error,
     no_available_workers,
@@ -398,7 +399,9 @@ class Dispatcher:
             worker=error.worker,
             reason=reason,
         )
-        return EngineLostError(error.worker, f"{error.reason}; {reason}")
+        was_left = sequence.worker is not None and sequence.worker.state == "draining"
+        kind = WorkerLeftError if was_left else EngineLostError
+        return kind(error.worker, f"{error.reason}; {reason}")
 
     def _stays(self, sequence: Sequence) -> str | None:
         if sequence.migrations >= self._migration.limit:

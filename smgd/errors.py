@@ -60,6 +60,10 @@ class EngineLostError(SmgdError):
         self.reason = reason
 
 
+class WorkerLeftError(EngineLostError):
+    """The session has ended since somebody took its worker away; no engine has failed."""
+
+
 class ApiError(SmgdError):
     """An error answer: HTTP `status`, a stable machine-readable `code`, and the field to blame.
 

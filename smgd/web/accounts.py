@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import trio
 
 from smgd.api.base import Plan, Usage
 from smgd.core import Timings
 from smgd.dispatch import Generation
-from smgd.errors import ApiError
+from smgd.errors import ApiError, WorkerLeftError
 from smgd.metrics import Finished
+from smgd.text.catalog import Catalog
 from smgd.web import gate
 from smgd.web.service import Service
 
@@ -76,6 +78,27 @@ def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
 
 
+class _Named(msgspec.Struct):
+    model: str = ""
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+def named_model(catalog: Catalog, body: bytes) -> str:
+    """Return what metrics call the model that a body names, however wrong the body may be else."""
+    try:
+        name = _named.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        name = ""
+    if not name:
+        return "unknown"
+    try:
+        return catalog.resolve(name)
+    except ApiError:
+        return "other"
+
+
 # The field's words for kinds of errors, by our codes.
 _ERROR_TYPES = {
     "no_available_workers": "no_workers",
@@ -86,10 +109,13 @@ _ERROR_TYPES = {
     "admission_queue_full": "unavailable",
     "admission_queue_timeout": "timeout",
     "engine_error": "backend_error",
+    "unsupported_backend": "validation_error",
 }
 
 
 def error_type(error: ApiError) -> str:
     """Return the field's word for the kind of an error."""
+    if isinstance(error.__cause__, WorkerLeftError):
+        return "unavailable"
     other = "validation_error" if error.status < 500 else "internal_error"
     return _ERROR_TYPES.get(error.code, other)

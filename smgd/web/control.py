@@ -6,12 +6,14 @@ What a headless engine cannot be asked over ZMQ is skipped or refused in those c
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import cast
 
 from quart import Response, request
 from quart_trio import QuartTrio
 
 from smgd import __version__
 from smgd.errors import ApiError
+from smgd.web.accounts import error_type, named_model
 from smgd.web.replies import json_response
 from smgd.web.service import Service
 
@@ -20,21 +22,35 @@ ELSEWHERE = {
     "/health_generate": "/readiness tells whether requests are served",
     "/engine_metrics": "GET /metrics has the engines' figures",
 }
-EMBEDDING_ROUTES = ("/v1/embeddings", "/v1/classify", "/v1/rerank", "/rerank")
+# Each with what metrics call it.
+EMBEDDING_ROUTES = {
+    "/v1/embeddings": "embeddings",
+    "/v1/classify": "classify",
+    "/v1/rerank": "rerank",
+    "/rerank": "rerank",
+}
 
 
 def add_routes(app: QuartTrio, service: Service) -> None:
     """Add the routes."""
     _engine_control(app, service)
     _information(app, service)
-    for path in EMBEDDING_ROUTES:
-        app.add_url_rule(path, path, _no_embeddings, methods=["POST"])
+    _embeddings(app, service)
     for path in ELSEWHERE:
         app.add_url_rule(path, path, _elsewhere, methods=["GET"])
 
 
-async def _no_embeddings() -> Response:
-    raise ApiError(501, "unsupported_backend", "ZMQ backend does not support embeddings yet")
+def _embeddings(app: QuartTrio, service: Service) -> None:
+    async def refuse() -> Response:
+        text = "ZMQ backend does not support embeddings yet"
+        error = ApiError(501, "unsupported_backend", text)
+        body = cast("bytes", await request.get_data(as_text=False))
+        model = named_model(service.catalog, body)
+        service.metrics.failed(model, EMBEDDING_ROUTES[request.path], error_type(error))
+        raise error
+
+    for path in EMBEDDING_ROUTES:
+        app.add_url_rule(path, path, refuse, methods=["POST"])
 
 
 async def _elsewhere() -> Response:

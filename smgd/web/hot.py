@@ -18,12 +18,15 @@ from smgd.api.envelope import error_body, error_event
 from smgd.dispatch import Generation, Sequence
 from smgd.errors import ApiError, internal_error
 from smgd.web import gate
-from smgd.web.accounts import account, error_type
+from smgd.web.accounts import account, error_type, named_model
 from smgd.web.exchange import Exchange
 from smgd.web.service import Running, Service
 from smgd.web.streaming import stream
 
 log = structlog.get_logger("smgd.web")
+
+# The error code of a stream that broke after its status had gone out; `cause` in the log tells why.
+STREAM_ERROR = "stream_error"
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -69,6 +72,7 @@ def _handler(service: Service, route: _Route) -> Handler:
 
     async def handle(exchange: Exchange) -> None:
         own_id = gate.new_id(route.id_prefix)
+        body = b""
         access = house.enter(exchange.method, route.path, exchange.header, own_id, exchange.client)
         try:
             house.authenticate(access, exchange.header)
@@ -78,11 +82,11 @@ def _handler(service: Service, route: _Route) -> Handler:
                 body = await _queued(service, exchange, access)
             await route.run(body, exchange, access, own_id)
         except ApiError as error:
-            await _fail(service, route, exchange, access, error)
+            await _fail(service, route, exchange, access, error, body)
         except Exception:
             # One broken answer must not take its neighbours along: it fails alone, loudly.
             log.exception("request failed", request_id=access.id)
-            await _fail(service, route, exchange, access, internal_error())
+            await _fail(service, route, exchange, access, internal_error(), body)
         finally:
             if not exchange.finished:
                 access.left()
@@ -92,16 +96,22 @@ def _handler(service: Service, route: _Route) -> Handler:
 
 
 async def _fail(
-    service: Service, route: _Route, exchange: Exchange, access: gate.Access, error: ApiError
+    service: Service,
+    route: _Route,
+    exchange: Exchange,
+    access: gate.Access,
+    error: ApiError,
+    body: bytes,
 ) -> None:
     """Answer with an error, or end a stream that has begun with an error event."""
-    nobody = "other" if error.code == "model_not_found" else "unknown"
-    model = access.fields.get("model", nobody)
+    model = access.fields.get("model") or named_model(service.catalog, body)
     service.metrics.failed(model, route.endpoint, error_type(error))
-    access.answered(200 if exchange.started else error.status, error.code)
     if exchange.started:
+        access.answered(200, STREAM_ERROR)
+        access.fields["cause"] = error.code
         await exchange.end(route.error_event(error))
     else:
+        access.answered(error.status, error.code)
         headers = gate.error_headers(access, error)
         await exchange.respond(error.status, headers, route.error_body(error))
 

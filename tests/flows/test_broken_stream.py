@@ -135,5 +135,6 @@ async def test_a_broken_stream_fails_alone(
     assert line["request_id"]
     assert len(house.take_errors()) == 1
     assert (await house.readiness())[0] == 200
-    labels = {"error_code": "internal_error", "path": "/v1/chat/completions"}
+    code = "stream_error" if stream and begun else "internal_error"
+    labels = {"error_code": code, "path": "/v1/chat/completions"}
     assert await house.metric("smg_http_responses_total", **labels) == 1

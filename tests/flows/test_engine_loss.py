@@ -406,7 +406,10 @@ async def test_a_request_that_the_engine_fails(start: Start) -> None:
     assert house.tally.aborts == []
     labels = {"error_code": "engine_error", "path": "/v1/chat/completions"}
     assert await house.metric("smg_http_responses_total", status_code="500", **labels) == 3
+    labels["error_code"] = "stream_error"
     assert await house.metric("smg_http_responses_total", status_code="200", **labels) == 1
+    [line] = [line for line in await house.requests() if line.get("cause")]
+    assert (line["error_code"], line["cause"]) == ("stream_error", "engine_error")
 
 
 async def test_one_failed_choice_ends_its_siblings(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import trio
@@ -121,8 +122,13 @@ async def test_counters_of_finished_requests(start: Start) -> None:
     assert await house.metric("smg_router_request_duration_seconds_count", **zmq) == 2
     refused = {**zmq, "error_type": "validation_error"}
     assert await house.metric("smg_router_request_errors_total", **refused) == 1
+    mistakes: list[dict[str, Any]] = [{"messages": []}, {"temperature": "hot"}]
+    for wrong in mistakes:
+        named = await house.ask("", model="smgd-sim", **wrong)
+        assert named.status == 400
+    assert await house.metric("smg_router_request_errors_total", **refused) == 3
     decode = await house.metric("smg_router_stage_duration_seconds_sum", stage="decode")
-    assert 2 * 5 * 0.01 <= decode < await house.metric("smg_router_request_duration_seconds_sum")
+    assert 0.05 < decode < await house.metric("smg_router_request_duration_seconds_sum")
     for stage in ("queue", "prefill", "decode"):
         name = "smg_router_stage_duration_seconds_count"
         assert await house.metric(name, router_type="zmq", stage=stage) == 2
@@ -134,7 +140,7 @@ async def test_counters_of_finished_requests(start: Start) -> None:
     assert await house.metric("smg_router_ttft_seconds_count", **labels) == 2
     assert await house.metric("smg_router_generation_duration_seconds_count", **labels) == 2
     assert await house.metric("smg_request_unknown_fields_total", endpoint="chat") == 1
-    assert await house.metric("smg_http_requests_total", method="POST", path=CHAT) == 3
+    assert await house.metric("smg_http_requests_total", method="POST", path=CHAT) == 5
 
 
 @pytest.mark.parametrize("stream", [False, True])

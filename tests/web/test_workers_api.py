@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from tests.flows.client import head, send
+from tests.flows.client import CHAT, head, send
 from tests.flows.house import until
 from tests.support import no_collector
 from tests.workers.api import ApiHouse, api_house
@@ -561,6 +561,14 @@ async def test_draining_ends_with_the_settle_time(nursery: trio.Nursery) -> None
         await api.remove(worker_id)
         await call.read()
         assert (call.status, call.error["code"]) == (200, "engine_lost")
+        [line] = [line for line in await api.house.requests() if line["path"] == CHAT]
+        assert (line["error_code"], line["cause"]) == ("stream_error", "engine_lost")
+        labels = {"path": CHAT, "status_code": "200", "error_code": "stream_error"}
+        assert await api.house.metric("smg_http_responses_total", **labels) == 1
+        labels = {"model": "smgd-sim", "error_type": "unavailable"}
+        assert await api.house.metric("smg_router_request_errors_total", **labels) == 1
+        page = api.house.daemon.metrics.render().decode()
+        assert "smg_worker_errors_total{" not in page, "no engine has failed"
         await until(lambda: api.house.tally.aborts == api.house.tally.adds)
         api.outlived.add(1)
 
@@ -738,6 +746,13 @@ async def test_what_engines_cannot_be_asked_over_zmq(nursery: trio.Nursery) -> N
         answer = await api.call("POST", "/v1/embeddings", {"model": "smgd-sim", "input": "a"})
         assert (answer.status, answer.error["code"]) == (501, "unsupported_backend")
         assert answer.error["message"] == "ZMQ backend does not support embeddings yet"
+        await api.call("POST", "/rerank", {"model": "nobody's", "query": "a"})
+        await api.call("POST", "/v1/classify", [])
+        for endpoint, model in (
+            ("embeddings", "smgd-sim"), ("rerank", "other"), ("classify", "unknown"),
+        ):  # fmt: skip
+            labels = {"endpoint": endpoint, "model": model, "error_type": "validation_error"}
+            assert await api.house.metric("smg_router_request_errors_total", **labels) == 1
         answer = await api.call("POST", "/flush_cache")
         assert (answer.status, answer.json["status"]) == (200, "success")
         assert answer.json["message"] == (
