@@ -149,10 +149,16 @@ class Connection(TCPServer):
         """Return the protocol that TLS agreed on, or None if it could not agree."""
         if self._tls is None:
             return "http/1.1"
+        seconds = self._shared.settings.header_timeout
         try:
-            with trio.fail_after(self._shared.settings.header_timeout):
+            with trio.fail_after(seconds):
                 await self._tls.do_handshake()
-        except (trio.BrokenResourceError, trio.TooSlowError):
+        except trio.BrokenResourceError as error:
+            # Among others of who speaks plain HTTP here: OpenSSL says so.
+            log.debug("TLS handshake failed", reason=str(error.__cause__ or error))
+            return None
+        except trio.TooSlowError:
+            log.debug("TLS handshake failed", reason=f"it took longer than {seconds:g} s")
             return None
         return self._tls.selected_alpn_protocol() or "http/1.1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -183,3 +183,20 @@ def test_both_files_or_none(pair: Pair) -> None:
     for half in ((pair.certificate, None), (None, pair.key)):
         with pytest.raises(ConfigError, match="needs both"):
             server_context(*half)
+
+
+async def test_who_does_not_speak_tls_is_found_in_the_log(pair: Pair) -> None:
+    tls = pair.context()
+    with captured_log() as lines:
+        async with running_server(APP, http_path="fast", tls=tls, header_timeout=0.3) as server:
+            for data in (request("/", body=b"x"), b""):
+                async with await trio.open_tcp_stream("127.0.0.1", server.port) as plain:
+                    if data:
+                        await plain.send_all(data)
+                    with trio.fail_after(5), suppress(trio.BrokenResourceError):
+                        while await plain.receive_some():
+                            pass
+    failed = [line for line in lines if line["event"] == "TLS handshake failed"]
+    assert [line["log_level"] for line in failed] == ["debug"] * 2
+    assert "http request" in failed[0]["reason"].lower().replace("_", " ")
+    assert failed[1]["reason"] == "it took longer than 0.3 s"
