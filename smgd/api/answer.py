@@ -103,6 +103,10 @@ class Answer:
             self._choices.append(Choice(index, pipeline, logprobs))
         self._open = len(requests)
         self.done = False
+        self._prepare(params)
+
+    def _prepare(self, params: GenerationParams) -> None:
+        """Make ready what only one kind of answer needs."""
 
     def usage(self) -> Usage:
         """Return the tokens so far; a prompt counts once, however many choices it has."""
@@ -132,13 +136,14 @@ class Answer:
             output.abort = pipeline.finish is not None
         else:
             output = pipeline.feed(sequence.take())
-        if output.abort:
-            sequence.stop()
         if pipeline.finish is not None and choice.finish is None:
-            self._finished(choice, pipeline.finish)
+            self._settle(choice, sequence, pipeline.finish, output.abort)
         return choice, output.text, output.logprobs
 
-    def _finished(self, choice: Choice, finish: Finish) -> None:
+    def _settle(self, choice: Choice, sequence: Sequence, finish: Finish, abort: bool) -> None:
+        """End a choice; one that a stop string has ended has to be stopped at its engine."""
+        if abort:
+            sequence.stop()
         choice.finish = finish
         choice.everyday = False
         self._open -= 1
@@ -159,27 +164,18 @@ class StreamedAnswer(Answer):
     __slots__ = ("_opening", "_tail", "_usage_always", "_usage_at_end")
     stream = True
 
-    def __init__(
-        self,
-        format_: Format,
-        params: GenerationParams,
-        context: PlanContext,
-        requests: list[GenerationRequest],
-        *,
-        continues_prompt: bool = False,
-    ) -> None:
-        super().__init__(format_, params, context, requests, continues_prompt=continues_prompt)
+    def _prepare(self, params: GenerationParams) -> None:
         options = params.stream_options or StreamOptions()
         self._usage_at_end = bool(options.include_usage)
         self._usage_always = self._usage_at_end and bool(options.continuous_usage_stats)
         # OpenAI: with include_usage every earlier frame says `"usage": null`.
         self._tail = b'],"usage":null}\n\n' if self._usage_at_end else b"]}\n\n"
-        head = _json(self._head(format_.chunk_object))[:-1]
+        head = _json(self._head(self._format.chunk_object))[:-1]
         self._opening = b'data: %b,"choices":[' % head
         for choice in self._choices:
             choice.prefix = b'%b{"index":%d,' % (self._opening, choice.index)
             if choice.pipeline.plain and not self._usage_always:
-                before, after = format_.text
+                before, after = self._format.text
                 choice.before = choice.prefix + before + b'"'
                 choice.after = b'"' + after + b',"logprobs":null,"finish_reason":null}' + self._tail
 
@@ -191,7 +187,10 @@ class StreamedAnswer(Answer):
             inside = pipeline.feed_json(sequence.take_ids())
             frame = b"%b%b%b" % (choice.before, inside, choice.after) if inside else b""
             finish = pipeline.finish
-            return frame if finish is None else frame + self._stop(choice, sequence, finish)
+            if finish is None:
+                return frame
+            self._settle(choice, sequence, finish, abort=True)
+            return frame + self._finish_frame(choice, finish, [])
         if choice.finish is not None:
             return b""
         choice, text, rows = self._take(sequence)
@@ -203,12 +202,6 @@ class StreamedAnswer(Answer):
         if choice.finish is not None:
             frames += self._finish_frame(choice, choice.finish, rows)
         return frames
-
-    def _stop(self, choice: Choice, sequence: Sequence, finish: Finish) -> bytes:
-        """End a choice whose pipeline has found a stop string; return its last frame."""
-        sequence.stop()
-        self._finished(choice, finish)
-        return self._finish_frame(choice, finish, [])
 
     def _open_choice(self, choice: Choice) -> bytes:
         choice.started = True
