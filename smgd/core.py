@@ -89,10 +89,7 @@ class RoutingHints(msgspec.Struct, frozen=True):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """One sequence to generate. `id` is ours (see `RequestIds`), never the client's.
-
-    `deadline` is on trio's clock, in seconds.
-    """
+    """One sequence to generate. `id` is ours (see `RequestIds`), never the client's."""
 
     id: str
     model: str
@@ -102,7 +99,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop: StopRules = StopRules()
     output: OutputWishes = OutputWishes()
     routing: RoutingHints = RoutingHints()
-    deadline: float | None = None
 
 
 class RequestIds:

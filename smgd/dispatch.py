@@ -72,7 +72,6 @@ class Sequence:
         "index",
         "migrations",
         "open",
-        "prompt_logprobs",
         "request",
         "running",
         "stop_reason",
@@ -93,7 +92,6 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.timings: Timings | None = None
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
@@ -145,7 +143,6 @@ class Sequence:
         if delta.ids:
             self.first_token_at = trio.current_time()
         self.timings = delta.timings
-        self.prompt_logprobs = delta.prompt_logprobs
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
 

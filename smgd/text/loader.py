@@ -50,7 +50,6 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
             tokenizer_path=self.tokenizer_path or None,
             chat_template=self.chat_template or None,
             served_model_name=self.id,
-            aliases=self.aliases,
         )
 
 

@@ -214,13 +214,12 @@ def _configured(path: Path) -> dict[str, str]:
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded model, shared by all requests. `aliases` are further names that clients may use."""
+    """A loaded model, shared by all requests."""
 
     id: str
     tokenizer: Tokenizer
     template: ChatTemplate
     files: ModelFiles
-    aliases: tuple[str, ...] = ()
 
 
 def load_model(
@@ -229,7 +228,6 @@ def load_model(
     tokenizer_path: str | None = None,
     chat_template: str | None = None,
     served_model_name: str | None = None,
-    aliases: tuple[str, ...] = (),
 ) -> Model:
     """Load a model from a directory, by the built-in name, or by an id of Hugging Face's hub.
 
@@ -246,7 +244,6 @@ def load_model(
         tokenizer=tokenizer,
         template=find_template(tokenizer_directory, chat_template, tokenizer),
         files=ModelFiles.read(directory, tokenizer),
-        aliases=aliases,
     )
 
 

@@ -124,7 +124,6 @@ class ChatTemplate:
         content_format: ContentFormat | None = None,
         tool_use: ChatTemplate | None = None,
     ) -> None:
-        self.source = source
         self.tool_use = tool_use
         self._template, use = _compile(source)
         self._special_tokens = dict(special_tokens)

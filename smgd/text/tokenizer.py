@@ -35,12 +35,11 @@ _SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "v
 class Tokenizer:
     """One model's tokenizer. Immutable, and safe to be used in several threads.
 
-    `special_tokens` are the named ones (bos_token, eos_token, ...) as chat templates want them;
-    `special_ids` are all that `skip_special_tokens` hides. `vocab_size` counts tokens;
-    `longest_token` is in characters, and no token stands for more of a text than that;
-    `eos_token_id` is None if no token is named so. `segments` remembers the ids of pieces of
-    prompts and `words` those of words, where this tokenizer allows it; both belong to the event
-    loop's thread alone.
+    `special_tokens` are the named ones (bos_token, eos_token, ...) as chat templates want them.
+    `vocab_size` counts tokens; `longest_token` is in characters, and no token stands for more of a
+    text than that; `eos_token_id` is None if no token is named so. `segments` remembers the ids of
+    pieces of prompts and `words` those of words, where this tokenizer allows it; both belong to the
+    event loop's thread alone.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
@@ -48,7 +47,6 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.vocabulary = Vocabulary(backend)
         self.vocab_size: int = self.vocabulary.size
-        self.special_ids = frozenset(self.vocabulary.special)
         self.eos_token_id = self.id_of(special_tokens.get("eos_token", ""))
         # Clients tend to send the same stop strings with every request.
         # Not of a method: nothing of a tokenizer may hold it, or it outlives its model.

@@ -142,16 +142,15 @@ class Vocabulary:
         """Return a token's own bytes (maybe a part of a character), special tokens included."""
         return self._bytes[False][token_id]
 
-    def text(self, token_id: int) -> str | None:
-        """Return a token's text, None if it has none of its own; special tokens included."""
-        return self._texts[False][token_id]
-
     def bytes_table(self, skip_special_tokens: bool) -> Bytes:
         """Return the table behind `raw_bytes`, in which special tokens may be empty."""
         return self._bytes[skip_special_tokens]
 
     def text_table(self, skip_special_tokens: bool) -> Texts | Untabled:
-        """Return the table behind `text`, in which special tokens may be empty."""
+        """Return the table of tokens' texts, in which special tokens may be empty.
+
+        None is the text of a token that has none of its own.
+        """
         return self._texts[skip_special_tokens]
 
     def escape_table(self, skip_special_tokens: bool) -> Escapes | Untabled:

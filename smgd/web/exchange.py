@@ -40,7 +40,6 @@ class Exchange(Protocol):
 
     method: str
     path: str
-    query: bytes
     http_version: str
     client: str
     started: bool
@@ -127,7 +126,6 @@ class AsgiExchange:
     ) -> None:
         self.method: str = scope["method"]
         self.path = plain_path(scope["path"])
-        self.query: bytes = scope["query_string"]
         self.http_version: str = scope["http_version"]
         self.client: str = scope["client"][0] if scope["client"] else ""
         self.started = False

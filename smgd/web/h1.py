@@ -197,14 +197,12 @@ class FastExchange:
         "keep_alive",
         "method",
         "path",
-        "query",
         "started",
     )
 
     def __init__(self, request: Request, h1: H1) -> None:
         self.method = request.method
         self.path = request.path
-        self.query = request.query
         self.http_version = request.version
         self.client = h1.client
         self.keep_alive = False

@@ -290,9 +290,8 @@ def test_a_model_in_a_directory(tmp_path: Path) -> None:
     directory = write_model(
         tmp_path / "my-model", tokenizer_config=CONFIG | {"chat_template": "{{ bos_token }}hi"}
     )
-    model = load_model(str(directory), aliases=("other",))
+    model = load_model(str(directory))
     assert model.id == str(directory)  # as vLLM's own server and smg name it
-    assert model.aliases == ("other",)
     assert model.files.vocab_size == 300
     assert model.files.eos_token_id == EOS
     assert model.template.render(HELLO) == "<s>hi"

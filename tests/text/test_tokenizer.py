@@ -47,7 +47,7 @@ def test_encodes_and_decodes_as_transformers(tmp_path: Path) -> None:
     assert tokenizer.id_of("<nothing>") is None
     assert tokenizer.vocab_size == 262
     assert tokenizer.eos_token_id == 258
-    assert tokenizer.special_ids == {257, 258, 259, 260, 261}
+    assert tokenizer.vocabulary.special.keys() == {257, 258, 259, 260, 261}
     assert tokenizer.vocabulary.token(256) == "ab"
 
 
@@ -115,7 +115,7 @@ def test_no_configuration_at_all(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(write_model(tmp_path, tokenizer_config=None, config=None))
     assert tokenizer.special_tokens == {}
     assert tokenizer.eos_token_id is None
-    assert tokenizer.special_ids == {257, 258, 259, 260, 261}
+    assert tokenizer.vocabulary.special.keys() == {257, 258, 259, 260, 261}
 
 
 def test_tokens_that_only_the_configuration_has(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_tokens_that_only_the_configuration_has(tmp_path: Path) -> None:
     config = CONFIG | {"added_tokens_decoder": decoder, "pad_token": "<pad>"}
     tokenizer = assert_same(write_model(tmp_path, tokenizer_config=config))
     assert tokenizer.id_of("<pad>") == 262
-    assert 262 in tokenizer.special_ids
+    assert 262 in tokenizer.vocabulary.special
     assert tokenizer.encode("a <|im_start|>") == [*tokenizer.encode("a"), 260]
 
 

@@ -30,7 +30,7 @@ def test_a_token_that_is_part_of_a_character_has_bytes_but_no_text() -> None:
     vocabulary = Vocabulary(small.byte_level())
     token_id = small.id_of(vocabulary.backend, "ð")  # how GPT-2 writes the byte F0
     assert vocabulary.raw_bytes(token_id) == b"\xf0"
-    assert vocabulary.text(token_id) is None
+    assert vocabulary.text_table(False)[token_id] is None
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma"])
@@ -61,7 +61,7 @@ def test_ids_that_the_vocabulary_does_not_have_are_empty(name: str, token_id: in
     assert vocabulary.token(token_id) is None
     assert vocabulary.raw_bytes(token_id) == b""
     assert vocabulary.first_bytes(token_id) == b""
-    assert not vocabulary.text(token_id)
+    assert not vocabulary.text_table(False)[token_id]
 
 
 def test_lookups_are_remembered() -> None:
@@ -86,7 +86,10 @@ def test_an_added_token_outside_the_byte_alphabet_is_literal() -> None:
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(["two words", "日本"])
     vocabulary = Vocabulary(backend)
-    assert [vocabulary.text(0), vocabulary.text(1)] == ["two words", "日本"]
+    assert [vocabulary.text_table(False)[0], vocabulary.text_table(False)[1]] == [
+        "two words",
+        "日本",
+    ]
 
 
 @pytest.mark.parametrize(
