@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from smgd.config import Config
-from smgd.wire.fnv import handshake_port
+from smgd.engine.paths import SCHEME, derive
 
 HOST = "127.0.0.1"
 READY_WITHIN_SECONDS = 60
@@ -67,16 +67,16 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 def _commands(directory: Path, port: int) -> list[list[str]]:
     """Return the command lines of the engine and of the daemon, which is stopped first."""
-    path = str(directory / "engine-0")
+    url = f"{SCHEME}{directory}/engine-0"
     config = directory / "smgd.toml"
     config.write_text("[server]\ndrain_window = 0\n")  # no balancer has to turn away first
     daemon = [
         *("launch", "--config", str(config)),
-        *("--worker-urls", f"ipc://{path}", "--model-path", "smgd-sim"),
+        *("--worker-urls", url, "--model-path", "smgd-sim"),
         *("--host", HOST, "--port", str(port), "--prometheus-port", "0", "--log-level", "warn"),
     ]
     engine = [
-        *("--handshake", f"tcp://{HOST}:{handshake_port(path)}"),
+        *("--handshake", derive(url).handshake),
         *("--ttft-ms", "80", "--itl-ms", "40", "--log-level", "warning"),
     ]
     return [

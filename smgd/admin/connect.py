@@ -10,9 +10,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Final
 
+from smgd.engine.paths import dialled
 from smgd.text.hub import BUILTIN_MODEL
-
-_ANY_HOST: Final = ("0.0.0.0", "*", "[::]")
 
 _SIMULATED: Final = "smgd-sim --handshake {handshake} --data-parallel-size {engines}"
 _COMMANDS: Final[Mapping[str, str]] = {
@@ -35,8 +34,7 @@ _GROUPS: Final[Mapping[str, str]] = {
 
 def command(runtime: str, model: str, engines: int, handshake: str) -> str:
     """Return the command line; `model` is where the model is, `handshake` a tcp:// address."""
-    host, _, port = handshake.removeprefix("tcp://").rpartition(":")
-    host = "127.0.0.1" if host in _ANY_HOST else host
+    host, port = dialled(handshake)
     pattern = _SIMULATED if model == BUILTIN_MODEL else _COMMANDS[runtime]
     group = _GROUPS.get(runtime, "") if engines > 1 else ""
     return pattern.format(

@@ -20,11 +20,12 @@ from typing import Any
 
 import msgspec
 
+from smgd.config import LimitsConfig
 from smgd.core import Constraint, EngineInfo, GenerationRequest, Sampling
 from smgd.errors import UNDECODABLE, ApiError, invalid_request
 
-# vLLM's own default for --max-logprobs; the registration does not tell the engine's.
-MAX_LOGPROBS = 20
+# The default is vLLM's own for --max-logprobs; the registration does not tell the engine's.
+MAX_LOGPROBS = LimitsConfig().max_logprobs
 # Deepest nesting of a schema and of a structural tag that vLLM's front end lets through.
 MAX_SCHEMA_DEPTH = 64
 MAX_TAG_DEPTH = 80

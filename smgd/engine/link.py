@@ -48,7 +48,7 @@ from smgd.engine.events import (
     SessionLost,
     SessionReady,
 )
-from smgd.engine.liveness import Connections, Patience
+from smgd.engine.liveness import DEFAULT_TIMEOUTS, Connections, Patience
 from smgd.engine.outbox import Outbox
 from smgd.engine.record import Memory, RecordFile
 from smgd.engine.session import Session
@@ -68,8 +68,8 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     take to leave when we stop.
     """
 
-    startup_timeout: float = 600
-    send_timeout: float = 10
+    startup_timeout: float = DEFAULT_TIMEOUTS.zmq_startup
+    send_timeout: float = DEFAULT_TIMEOUTS.send
     patience: Patience = Patience()
     ask_interval: float = 2
     rebind_interval: float = 1

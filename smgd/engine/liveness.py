@@ -22,7 +22,10 @@ from collections.abc import Iterable
 
 import msgspec
 
+from smgd.config import TimeoutsConfig
 from smgd.engine.transport import PeerEvent
+
+DEFAULT_TIMEOUTS = TimeoutsConfig()
 
 # Of `heartbeat`: the silence after which an engine is asked. Early, so that nearly all of
 # `heartbeat` is left for the step that it is in.
@@ -58,9 +61,9 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     `prefill_rate`: prompt tokens a second; what an engine still has to read extends `silence`.
     """
 
-    heartbeat: float = 60
-    silence: float = 300
-    prefill_rate: float = 2000
+    heartbeat: float = DEFAULT_TIMEOUTS.heartbeat
+    silence: float = DEFAULT_TIMEOUTS.silence
+    prefill_rate: float = DEFAULT_TIMEOUTS.prefill_rate
 
     @property
     def ask_after(self) -> float:

@@ -68,7 +68,7 @@ def derive(url: str, handshake: str | None = None) -> Addresses:
         hint = f": did you mean {SCHEME}{plain}?" if plain != "/" else ""
         raise WorkerError(f"ZMQ worker URL must name a file by its plain path, not {url!r}{hint}")
     if handshake is None:
-        handshake = f"tcp://127.0.0.1:{handshake_port(path)}"
+        handshake = f"tcp://{_LOOPBACK}:{handshake_port(path)}"
     else:
         check_handshake(handshake)
     addresses = Addresses(url, handshake, f"{url}-in.sock", f"{url}-out.sock")
@@ -78,6 +78,12 @@ def derive(url: str, handshake: str | None = None) -> Addresses:
             f"ipc socket path {addresses.sockets[1]} has {length} bytes; Linux allows {MAX_PATH}"
         )
     return addresses
+
+
+def dialled(handshake: str) -> tuple[str, int]:
+    """Return host and port by which an engine of this machine reaches a handshake address."""
+    host = _host(handshake)
+    return _LOOPBACK if host in _ANY_HOST else host, int(_port(handshake))
 
 
 def check_handshake(address: str) -> None:

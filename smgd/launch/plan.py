@@ -19,7 +19,7 @@ import msgspec
 
 from smgd.config import Config, EngineConfig, WorkerConfig
 from smgd.engine.dialects import dialect_for
-from smgd.engine.paths import SCHEME, derive
+from smgd.engine.paths import SCHEME, derive, dialled
 from smgd.errors import ConfigError, WorkerError
 from smgd.launch.commands import (
     BACKENDS,
@@ -243,7 +243,7 @@ def _command(
         worker_url=worker.url,
         worker_port=number,
         handshake_address=handshake,
-        handshake_port=int(handshake.rpartition(":")[2]),
+        handshake_port=dialled(handshake)[1],
         store_port=store_port(base, number - base),
     )
     if engine.command:

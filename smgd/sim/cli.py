@@ -19,7 +19,8 @@ from typing import Final
 import trio
 
 from smgd import __version__
-from smgd.errors import ConfigError, SmgdError
+from smgd.engine.paths import derive
+from smgd.errors import ConfigError, SmgdError, WorkerError
 from smgd.sim import replies
 from smgd.sim.cache import BLOCK_SIZE
 from smgd.sim.core import EngineCore
@@ -33,7 +34,6 @@ from smgd.sim.wire import LAYOUTS, encode_registration
 from smgd.text.hub import BUILTIN_MODEL, resolve
 from smgd.text.model import ModelFiles
 from smgd.text.tokenizer import Tokenizer
-from smgd.wire.fnv import handshake_port
 
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _DEFAULT_LENGTH: Final = 8192
@@ -218,10 +218,10 @@ def address(text: str) -> str:
 
 def worker_url(text: str) -> str:
     """Read a worker's URL; return the handshake address that follows from it."""
-    path = text.removeprefix("ipc://")
-    if path == text or not path:
-        raise argparse.ArgumentTypeError(f"{text} is no ipc:// URL")
-    return f"tcp://127.0.0.1:{handshake_port(path)}"
+    try:
+        return derive(text).handshake
+    except WorkerError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

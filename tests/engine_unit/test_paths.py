@@ -107,6 +107,20 @@ def test_two_workers_must_not_share_a_handshake_address() -> None:
         paths.check_collisions([first, same])
 
 
+@pytest.mark.parametrize(
+    ("handshake", "host"),
+    [
+        ("tcp://127.0.0.1:29500", "127.0.0.1"),
+        ("tcp://10.0.0.7:29500", "10.0.0.7"),
+        ("tcp://box.example:29500", "box.example"),
+        ("tcp://0.0.0.0:29500", "127.0.0.1"),
+        ("tcp://*:29500", "127.0.0.1"),
+    ],
+)
+def test_engines_dial_a_host_though_any_is_bound(handshake: str, host: str) -> None:
+    assert paths.dialled(handshake) == (host, 29500)
+
+
 def test_the_names_of_the_loopback_address_are_one() -> None:
     first = paths.derive("ipc:///a", "tcp://localhost:22221")
     second = paths.derive("ipc:///b", "tcp://127.0.0.1:22221")

@@ -132,7 +132,7 @@ async def test_options_reach_the_engine(front_end: FrontEnd, start: Start) -> No
     [
         ([], "one of the arguments --handshake --worker-url is required"),
         (["--handshake", "127.0.0.1:5"], "127.0.0.1:5 is no tcp:// or ipc:// address"),
-        (["--worker-url", "tcp://host"], "tcp://host is no ipc:// URL"),
+        (["--worker-url", "tcp://host"], "ZMQ worker URL must be ipc://<path>, not 'tcp://host'"),
         (["--handshake", "tcp://h:5", "--itl-ms", "-1"], "-1 is no time"),
         (["--handshake", "tcp://h:5", "--itl-ms", "inf"], "inf is no time"),
         (["--handshake", "tcp://h:5", "--itl-ms", "x"], "invalid milliseconds value: 'x'"),
