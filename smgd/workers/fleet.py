@@ -27,11 +27,11 @@ from smgd.engine.zmqio import ZmqContext
 from smgd.errors import WorkerError, WorkerExistsError, WorkerNotFoundError
 from smgd.text.catalog import Catalog
 from smgd.text.loader import ModelLoader, ModelSource
-from smgd.text.model import Model
 from smgd.workers.lifecycle import Thresholds
+from smgd.workers.models import WorkerModels
 from smgd.workers.record import Record
 from smgd.workers.registry import Registry
-from smgd.workers.spec import MODEL_LABELS, WorkerPatch, WorkerSpec, judge, load, model_of
+from smgd.workers.spec import MODEL_LABELS, WorkerPatch, WorkerSpec, judge
 from smgd.workers.task import live
 from smgd.workers.zmq import ZmqWorker, binder
 
@@ -79,8 +79,7 @@ class Fleet:
         self.records: dict[str, Record] = {}
         self.settings = settings
         self._registry = registry
-        self._catalog = catalog
-        self._loader = loader
+        self._models = WorkerModels(self.records, registry, catalog, loader)
         self._ids = ids
         self._wall_clock = wall_clock
         self._living: set[Record] = set()
@@ -88,7 +87,6 @@ class Fleet:
         self._nursery: trio.Nursery
         self._scope = trio.CancelScope()
         self._ended = trio.Event()
-        loader.on_loaded(self._model_loaded)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve all workers until `stop` or cancelled."""
@@ -114,7 +112,7 @@ class Fleet:
 
     def model(self, name: str) -> ModelSource | None:
         """Return the model that has a name, loaded or not."""
-        return self._loader.find(name)
+        return self._models.find(name)
 
     def get(self, worker_id: str) -> Record:
         """Return a worker. Raises `WorkerNotFoundError`."""
@@ -168,9 +166,9 @@ class Fleet:
                 f"the URL of worker {worker_id} cannot be changed from {before.spec.url} to "
                 f"{spec.url}: add a worker, then remove this one"
             )
-        wire, model = judge(spec), self._model_of(spec, before)
+        wire, model = judge(spec), self._models.of(spec, before)
         if before.keeps(wire, model) and before.state not in ("failed", "draining"):
-            self._rename_model(before, model)
+            self._models.rename(before, model)
             return self._changed(before, spec)
         record = self._new(spec, before, worker_id)
         self._leave(before)
@@ -221,8 +219,7 @@ class Fleet:
 
     def release_model(self, model_id: str) -> None:
         """Serve a model that is not configured any more as long as it has workers."""
-        self._loader.unpin(model_id)
-        self._forget_unused(model_id)
+        self._models.release(model_id)
 
     def settings_changed(self) -> None:
         """Tell all workers what `settings` are now."""
@@ -242,29 +239,6 @@ class Fleet:
                 f"worker {record.spec.url} is being removed: only its health can be changed"
             )
         return record
-
-    def _model_of(self, spec: WorkerSpec, before: Record | None) -> ModelSource:
-        """Return the model of a worker that takes the place of another. Raises `WorkerError`."""
-
-        def holder(model: ModelSource) -> str | None:
-            if model.configured:
-                return "is configured"
-            for record in self.records.values():
-                is_other = record is not before and not record.leaving
-                if is_other and record.worker.model_id == model.id:
-                    return f"is also that of worker {record.spec.url}"
-            return None
-
-        return model_of(spec, self._loader, holder)
-
-    def _rename_model(self, record: Record, model: ModelSource) -> None:
-        """Let an engine go on under another name for what it serves. Raises `WorkerError`."""
-        load(record.spec, model, self._loader)
-        before, record.model = record.model, model
-        record.worker.model_id = model.id
-        record.worker.vocab_size = self._catalog.vocab_size(model.id)
-        self._registry.changed(record.worker)
-        self._forget_unused(before.id)
 
     def _changed(self, record: Record, spec: WorkerSpec) -> Record:
         record.spec = spec
@@ -289,7 +263,7 @@ class Fleet:
         for other in self._living:  # among them, one that drains has its successor's address
             if other.spec.url != spec.url:
                 check_collisions([other.addresses, wire.addresses])
-        source = self._model_of(spec, before)
+        source = self._models.of(spec, before)
         worker = ZmqWorker(
             wire.addresses,
             source.id,
@@ -297,13 +271,13 @@ class Fleet:
             self._ids,
             self._bind,
             engines=wire.engines,
-            vocab_size=self._catalog.vocab_size(source.id),
+            vocab_size=self._models.vocab_size(source),
             settings=self.settings.link,
             worker_id=worker_id,
             model_path=source.path,
             on_change=self._worker_changed,
         )
-        load(spec, source, self._loader)
+        self._models.load(spec, source)
         if not spec.declared_runtimes:
             log.warning(
                 "runtime_type unspecified for ZMQ worker; defaulting to vLLM EngineCore",
@@ -369,24 +343,13 @@ class Fleet:
         if self.records.get(record.id) is record:
             del self.records[record.id]
             log.info("worker removed", worker=record.spec.url)
-        self._forget_unused(record.worker.model_id)
-
-    def _forget_unused(self, model_id: str) -> None:
-        source = self._loader.sources.get(model_id)
-        used = any(record.worker.model_id == model_id for record in self.records.values())
-        if source is not None and not source.configured and not used:
-            self._loader.forget(model_id)
+        self._models.forget_unused(record.worker.model_id)
 
     # ------------------------------------------------------------------------- what is heard
 
     def _worker_changed(self, worker: ZmqWorker) -> None:
         log.info("worker state", worker=worker.url, model=worker.model_id, state=worker.state)
         self._registry.changed(worker)
-
-    def _model_loaded(self, model: Model) -> None:
-        for record in self.records.values():
-            if record.worker.model_id == model.id:
-                record.worker.vocab_size = model.files.vocab_size
 
     async def _probe(self) -> None:
         """Give up workers whose engine stays away, if that is wanted."""
