@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from smgd.api.base import PlanContext, Usage
-from smgd.api.envelope import finish_reason, usage_object
+from smgd.api.base import PlanContext
+from smgd.api.envelope import Usage, finish_reason, usage_object
 from smgd.api.params import GenerationParams, StreamOptions
 from smgd.core import Finish, GenerationRequest, TokenLogprobs
 from smgd.dispatch import Sequence

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from smgd.api.envelope import Usage, error_body, error_event
 from smgd.core import GenerationRequest, RequestIds
 from smgd.dispatch import Sequence
 from smgd.errors import ApiError
@@ -33,14 +34,6 @@ class PlanContext(msgspec.Struct, frozen=True):
     ids: RequestIds
     response_id: str
     created: int
-
-
-class Usage(msgspec.Struct):
-    """Tokens of a whole answer, over all its sequences."""
-
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
 
 
 class Plan(Protocol):
@@ -84,8 +77,8 @@ class Surface(msgspec.Struct, frozen=True):
     id_prefix: str
     decode: Callable[[bytes], tuple[Any, list[str]]]
     plan: Callable[[Any, PlanContext], Awaitable[Plan]]
-    error_body: Callable[[ApiError], bytes]
-    error_event: Callable[[ApiError], bytes]
+    error_body: Callable[[ApiError], bytes] = error_body
+    error_event: Callable[[ApiError], bytes] = error_event
 
 
 class QueryContext(msgspec.Struct, frozen=True):

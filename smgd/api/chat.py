@@ -9,7 +9,6 @@ import msgspec
 from smgd.api import params as common
 from smgd.api.answer import Format, make_answer
 from smgd.api.base import Plan, PlanContext, Surface
-from smgd.api.envelope import error_body, error_event
 from smgd.api.fields import FieldRules, decode, missing_parameter, unsupported_value
 from smgd.api.logprobs import ChatLogprobs
 from smgd.errors import TemplateError, invalid_request, unsupported_parameter
@@ -189,6 +188,4 @@ SURFACE = Surface(
     id_prefix="chatcmpl-",
     decode=decode_chat,
     plan=plan_chat,
-    error_body=error_body,
-    error_event=error_event,
 )

@@ -9,7 +9,6 @@ import msgspec
 from smgd.api import params as common
 from smgd.api.answer import Format, make_answer
 from smgd.api.base import Plan, PlanContext, Surface
-from smgd.api.envelope import error_body, error_event
 from smgd.api.fields import FieldRules, decode, missing_parameter
 from smgd.api.logprobs import CompletionLogprobs
 from smgd.errors import ApiError, invalid_request, unsupported_parameter
@@ -126,6 +125,4 @@ SURFACE = Surface(
     id_prefix="cmpl-",
     decode=decode_completion,
     plan=plan_completion,
-    error_body=error_body,
-    error_event=error_event,
 )

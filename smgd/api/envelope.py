@@ -6,11 +6,18 @@ from typing import Any
 
 import msgspec
 
-from smgd.api.base import Usage
 from smgd.core import FinishReason
 from smgd.errors import ApiError
 
 _encode = msgspec.json.Encoder().encode
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a whole answer, over all its sequences."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

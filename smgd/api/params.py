@@ -13,6 +13,7 @@ import msgspec
 from smgd.api.base import PlanContext
 from smgd.core import GenerationRequest, OutputWishes, RoutingHints, Sampling, StopRules
 from smgd.errors import ApiError, invalid_request
+from smgd.migration import GREEDY_BELOW
 from smgd.text.model import Model
 
 # OpenAI allows 128 choices; every one is a sequence that an engine must hold.
@@ -83,7 +84,7 @@ def check(params: GenerationParams) -> None:
     if choices > MAX_CHOICES:
         text = f"Invalid 'n': {choices} is above the maximum of {MAX_CHOICES}."
         raise invalid_request("integer_above_max_value", text, "n")
-    if choices > 1 and params.temperature is not None and params.temperature < 1e-5:
+    if choices > 1 and params.temperature is not None and params.temperature < GREEDY_BELOW:
         text = f"'n' must be 1 when 'temperature' is 0, got {choices}: all choices would be equal."
         raise invalid_request("invalid_value", text, "n")
     strings = stop_strings(params)

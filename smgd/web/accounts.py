@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import trio
 
-from smgd.api.base import Plan, Usage
+from smgd.api.base import Plan
+from smgd.api.envelope import Usage
 from smgd.core import Timings
 from smgd.dispatch import Generation
 from smgd.errors import ApiError, WorkerLeftError

@@ -70,7 +70,7 @@ def _frame(app: QuartTrio, service: Service, hot: frozenset[str]) -> None:
             request.method,
             _route(hot),
             _header,
-            gate.new_id("req-"),
+            gate.new_id(gate.REQUEST),
             request.remote_addr or "",
             request.path,
         )

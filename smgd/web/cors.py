@@ -8,11 +8,10 @@ gives away no more than a server without keys does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
-Headers = list[tuple[bytes, bytes]]
-Header = Callable[[bytes], bytes | None]
+from smgd.web.headers import Header, Headers
 
 ANY: Final = "*"
 

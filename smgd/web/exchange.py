@@ -19,11 +19,10 @@ import structlog
 import trio
 
 from smgd.errors import ApiError
+from smgd.web.headers import Headers
 from smgd.web.hyper import AsgiApp, Message, Receive, Scope, Send
 
 log = structlog.get_logger("smgd.web")
-
-Headers = list[tuple[bytes, bytes]]
 
 
 class SinkClosed(Exception):  # noqa: N818  (a state that is reported, like trio's EndOfChannel)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 from urllib.parse import quote
@@ -34,10 +33,9 @@ from smgd.samples import GateSample
 from smgd.web.admission import Admission
 from smgd.web.auth import Keys
 from smgd.web.cors import Cors
+from smgd.web.headers import Header, Headers
 
 log = structlog.get_logger("smgd.request")
-
-Header = Callable[[bytes], bytes | None]
 
 JSON = (b"content-type", b"application/json")
 
@@ -88,7 +86,7 @@ class Access:
         self.id = request_id
         self.started = trio.current_time()
         self.fields: dict[str, Any] = {"client": client}
-        self.cors: list[tuple[bytes, bytes]] = []
+        self.cors: Headers = []
         self.left()
 
     def answered(self, status: int, error_code: str = "") -> None:
@@ -207,6 +205,10 @@ def shown_path(path: str) -> str:
     return quote(path[:SHOWN_PATH], safe="/:@!$&'()*+,;=~%")[:SHOWN_PATH]
 
 
+# Of the ids of requests whose answer has none of its own.
+REQUEST = "req-"
+
+
 def new_id(prefix: str) -> str:
     """Return a fresh public id: the prefix and 24 hexadecimal digits."""
     return prefix + secrets.token_hex(12)
@@ -243,12 +245,12 @@ def check_content_encoding(value: bytes | None) -> None:
         raise ApiError(415, "unsupported_content_encoding", text)
 
 
-def common_headers(access: Access) -> list[tuple[bytes, bytes]]:
+def common_headers(access: Access) -> Headers:
     """Return the headers of every answer."""
     return [(b"x-request-id", access.id.encode("ascii")), *access.cors]
 
 
-def error_headers(access: Access, error: ApiError) -> list[tuple[bytes, bytes]]:
+def error_headers(access: Access, error: ApiError) -> Headers:
     """Return the headers of an error answer."""
     headers = [JSON, (b"x-smg-error-code", error.code.encode()), *common_headers(access)]
     if error.retry_after is not None:
@@ -266,6 +268,3 @@ def unknown_url(method: str, path: str) -> ApiError:
 def method_not_allowed(method: str, path: str) -> ApiError:
     """Return the 405 for a route that has no such method."""
     return ApiError(405, "method_not_allowed", f"Method {method} is not allowed for {path}")
-
-
-encode_json = msgspec.json.Encoder().encode

@@ -20,9 +20,10 @@ import trio
 
 from smgd.errors import ApiError
 from smgd.web.asgi import run_asgi
-from smgd.web.exchange import Dispatcher, Headers, SinkClosed, answer, too_large, too_slow
+from smgd.web.exchange import Dispatcher, SinkClosed, answer, too_large, too_slow
 from smgd.web.h1parse import Refusal, Request, RequestParser
 from smgd.web.h1write import CONTINUE, LAST_CHUNK, Framing, chunk, plan_response, render_head
+from smgd.web.headers import Headers
 from smgd.web.hyper import Closed, Event, Http2Assumed, RawData
 from smgd.web.protocols import Link, Peers, Protocols
 from smgd.web.settings import ServerSettings

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import httptools
 
-Headers = list[tuple[bytes, bytes]]
+from smgd.web.headers import Headers
 
 
 class Refusal(Exception):  # noqa: N818  (an answer, more than an error)

@@ -8,7 +8,8 @@ from enum import Enum, auto
 from http import HTTPStatus
 from typing import NamedTuple
 
-from smgd.web.h1parse import Headers, Request
+from smgd.web.h1parse import Request
+from smgd.web.headers import Headers
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"

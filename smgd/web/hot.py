@@ -19,7 +19,7 @@ from smgd.dispatch import Generation, Sequence
 from smgd.errors import ApiError, internal_error
 from smgd.web import gate
 from smgd.web.accounts import account, error_type, named_model
-from smgd.web.exchange import Exchange
+from smgd.web.exchange import Exchange, Handler
 from smgd.web.service import Running, Service
 from smgd.web.streaming import stream
 
@@ -27,8 +27,6 @@ log = structlog.get_logger("smgd.web")
 
 # The error code of a stream that broke after its status had gone out; `cause` in the log tells why.
 STREAM_ERROR = "stream_error"
-
-Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class _Route(msgspec.Struct, frozen=True):
@@ -62,7 +60,7 @@ def _routes(service: Service) -> Iterator[_Route]:
         )
     for query in QUERIES:
         run = partial(answer_query, service, query)
-        yield from (_Route(path, query.endpoint, "req-", run) for path in query.paths)
+        yield from (_Route(path, query.endpoint, gate.REQUEST, run) for path in query.paths)
 
 
 def _handler(service: Service, route: _Route) -> Handler:

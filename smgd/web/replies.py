@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from quart import Response
 
-from smgd.web.gate import encode_json
+encode_json = msgspec.json.Encoder().encode
 
 
 def json_response(value: Any, status: int = 200) -> Response:

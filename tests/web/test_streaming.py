@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from smgd.api.base import Usage
+from smgd.api.envelope import Usage
 from smgd.core import Delta, GenerationRequest
 from smgd.dispatch import Generation, Sequence
 from smgd.web.exchange import Dispatcher, Exchange
