@@ -57,7 +57,7 @@ from smgd.web.admission import Admission
 from smgd.web.app import make_app, make_metrics_app
 from smgd.web.auth import Keys
 from smgd.web.connection import Connection
-from smgd.web.exchange import Dispatcher as HttpDispatcher
+from smgd.web.exchange import Routes
 from smgd.web.gate import Gate
 from smgd.web.hot import handlers
 from smgd.web.server import ServerSettings, open_listeners, serve
@@ -330,10 +330,10 @@ class Daemon:
 
     # --------------------------------------------------------------------------------- HTTP
 
-    def _http_app(self) -> HttpDispatcher:
+    def _http_app(self) -> Routes:
         hot = handlers(self.service)
         fallback = make_app(self.service, frozenset(path for _, path in hot))
-        return HttpDispatcher(hot, fallback, self.service.gate.refused)
+        return Routes(hot, fallback, self.service.gate.refused)
 
     async def _listen(self, role: Role, host: str, port: int) -> list[trio.SocketListener]:
         if inherited := self.manager.listeners(role):

@@ -66,6 +66,20 @@ class Plan(Protocol):
         ...
 
 
+class Asked(Protocol):
+    """What every surface's requests have, and their answering looks at."""
+
+    @property
+    def model(self) -> str | None:
+        """The name of the model."""
+        ...
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer is to be streamed."""
+        ...
+
+
 class Surface(msgspec.Struct, frozen=True):
     """One row of the table: a route and the functions behind it.
 
@@ -75,7 +89,7 @@ class Surface(msgspec.Struct, frozen=True):
     path: str
     endpoint: str
     id_prefix: str
-    decode: Callable[[bytes], tuple[Any, list[str]]]
+    decode: Callable[[bytes], tuple[Asked, list[str]]]
     plan: Callable[[Any, PlanContext], Awaitable[Plan]]
     error_body: Callable[[ApiError], bytes] = error_body
     error_event: Callable[[ApiError], bytes] = error_event

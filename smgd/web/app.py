@@ -18,8 +18,7 @@ from smgd.errors import ApiError, internal_error
 from smgd.metrics import CONTENT_TYPE, Metrics
 from smgd.web import control, gate, workers
 from smgd.web.cors import is_preflight, preflight_headers
-from smgd.web.exchange import Dispatcher as HttpDispatcher
-from smgd.web.exchange import Exchange, run_exchange, too_large, too_slow
+from smgd.web.exchange import Exchange, Routes, run_exchange, too_large, too_slow
 from smgd.web.hyper import Receive, Scope, Send
 from smgd.web.replies import json_response
 from smgd.web.service import Service
@@ -202,7 +201,7 @@ def _models(app: QuartTrio, service: Service) -> None:
         return json_response(entry(service.catalog.resolve(name)))
 
 
-def make_metrics_app(metrics: Metrics) -> HttpDispatcher:
+def make_metrics_app(metrics: Metrics) -> Routes:
     """Return the application of the metrics port: one route, without Quart around it."""
 
     async def render(exchange: Exchange) -> None:
@@ -216,4 +215,4 @@ def make_metrics_app(metrics: Metrics) -> HttpDispatcher:
     async def fallback(scope: Scope, receive: Receive, send: Send) -> None:
         await run_exchange(scope, receive, send, unknown, body_timeout=BODY_TIMEOUT)
 
-    return HttpDispatcher({("GET", "/metrics"): render}, fallback)
+    return Routes({("GET", "/metrics"): render}, fallback)

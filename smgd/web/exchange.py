@@ -251,7 +251,7 @@ def _unnoticed(_client: str, _status: int, _reason: str) -> None:
     """Take no note."""
 
 
-class Dispatcher(msgspec.Struct, frozen=True):
+class Routes(msgspec.Struct, frozen=True):
     """What is served: hot routes, by method and path, to raw handlers, all the rest to an ASGI
     application.
 

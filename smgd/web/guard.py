@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 import trio
 
-from smgd.web.exchange import Dispatcher, plain_path, run_exchange
+from smgd.web.exchange import Routes, plain_path, run_exchange
 from smgd.web.hyper import Message, Receive, Scope, Send
 from smgd.web.settings import ServerSettings
 from smgd.web.streams import WRITE_STEP
@@ -17,7 +17,7 @@ log = structlog.get_logger("smgd.web")
 
 
 class GuardedApp:
-    """Runs a `Dispatcher` under Hypercorn, with the two guards that Hypercorn's `send` lacks.
+    """Runs a `Routes` under Hypercorn, with the two guards that Hypercorn's `send` lacks.
 
     1. An HTTP/2 client that opens no window holds up a `send` above the stream and its deadline:
        so there is one here, for each 64 KiB.
@@ -30,10 +30,10 @@ class GuardedApp:
     and its nurseries. Quart's `before_serving` hooks therefore never run.
     """
 
-    def __init__(self, dispatcher: Dispatcher, settings: ServerSettings) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, routes: Routes, settings: ServerSettings) -> None:
+        self._routes = routes
         self._settings = settings
-        self.refused = dispatcher.refused
+        self.refused = routes.refused
 
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, *_: Callable[..., Any]
@@ -48,9 +48,9 @@ class GuardedApp:
             log.debug("client takes no data", path=scope["path"])
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._dispatcher.hot.get((scope["method"], plain_path(scope["path"])))
+        handler = self._routes.hot.get((scope["method"], plain_path(scope["path"])))
         if handler is None:
-            await self._dispatcher.fallback(scope, receive, send)
+            await self._routes.fallback(scope, receive, send)
         else:
             timeout = self._settings.body_timeout
             await run_exchange(scope, receive, send, handler, body_timeout=timeout)

@@ -20,7 +20,7 @@ import trio
 
 from smgd.errors import ApiError
 from smgd.web.asgi import run_asgi
-from smgd.web.exchange import Dispatcher, SinkClosed, answer, too_large, too_slow
+from smgd.web.exchange import Routes, SinkClosed, answer, too_large, too_slow
 from smgd.web.h1parse import Refusal, Request, RequestParser
 from smgd.web.h1write import CONTINUE, LAST_CHUNK, Framing, chunk, plan_response, render_head
 from smgd.web.headers import Headers
@@ -35,13 +35,13 @@ H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
 class FastProtocols(Protocols):
     """HTTP/1.x by `H1`, HTTP/2 by Hypercorn."""
 
-    def __init__(self, dispatcher: Dispatcher, settings: ServerSettings, *arguments: Any) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, routes: Routes, settings: ServerSettings, *arguments: Any) -> None:
+        self.routes = routes
         self.settings = settings
         super().__init__(*arguments)
 
     def http1(self) -> H1:
-        return H1(self.link, self.peers, self.dispatcher, self.settings)
+        return H1(self.link, self.peers, self.routes, self.settings)
 
 
 class H1:
@@ -49,14 +49,12 @@ class H1:
 
     idle_is_silent = True
 
-    def __init__(
-        self, link: Link, peers: Peers, dispatcher: Dispatcher, settings: ServerSettings
-    ) -> None:
+    def __init__(self, link: Link, peers: Peers, routes: Routes, settings: ServerSettings) -> None:
         self.link = link
         self.peers = peers
         self.client = peers.client[0] if peers.client else ""
         self.unread = False
-        self._dispatcher = dispatcher
+        self._routes = routes
         self.settings = settings
         self._parser = RequestParser(settings.max_header_bytes)
         self._first: bytes | None = b""  # what may still become HTTP/2's preface
@@ -104,9 +102,9 @@ class H1:
         link.request_started()
         exchange = FastExchange(request, self)
         try:
-            handler = self._dispatcher.hot.get((request.method, request.path))
+            handler = self._routes.hot.get((request.method, request.path))
             if handler is None:
-                await run_asgi(self._dispatcher.fallback, exchange, request, self, self.peers)
+                await run_asgi(self._routes.fallback, exchange, request, self, self.peers)
             else:
                 await answer(exchange, handler)
             reusable = exchange.reusable
@@ -128,7 +126,7 @@ class H1:
         ]
         self.unread = True
         self.link.request_started()
-        self._dispatcher.refused(self.client, refusal.status, refusal.reason)
+        self._routes.refused(self.client, refusal.status, refusal.reason)
         await self.write(render_head(refusal.status, headers) + body)
         await self._close()
 

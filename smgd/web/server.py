@@ -19,7 +19,7 @@ import structlog
 import trio
 
 from smgd.web.connection import Connection, Shared, close_idle, sweep
-from smgd.web.exchange import Dispatcher
+from smgd.web.exchange import Routes
 from smgd.web.guard import GuardedApp
 from smgd.web.h1 import FastProtocols
 from smgd.web.hangups import HangupWatch
@@ -40,7 +40,7 @@ log = structlog.get_logger("smgd.web")
 
 
 async def serve(
-    app: Dispatcher | AsgiApp,
+    app: Routes | AsgiApp,
     listeners: list[trio.SocketListener],
     settings: ServerSettings,
     *,
@@ -58,11 +58,11 @@ async def serve(
     check_hypercorn()
     for listener in listeners:
         prepare_listener(listener, settings.write_timeout)
-    dispatcher = app if isinstance(app, Dispatcher) else Dispatcher({}, app)
-    fast = partial(FastProtocols, dispatcher, settings)
+    routes = app if isinstance(app, Routes) else Routes({}, app)
+    fast = partial(FastProtocols, routes, settings)
     with HangupWatch() as hangups:
         shared = Shared(
-            app=GuardedApp(dispatcher, settings),
+            app=GuardedApp(routes, settings),
             settings=settings,
             config=make_config(settings),
             hangups=hangups,

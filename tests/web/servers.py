@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from smgd.web.connection import Connection
-from smgd.web.exchange import Dispatcher
+from smgd.web.exchange import Routes
 from smgd.web.hyper import AsgiApp
 from smgd.web.server import ServerSettings, open_listeners, serve
 
@@ -67,7 +67,7 @@ Serving = Callable[..., AbstractAsyncContextManager[Server]]
 
 @asynccontextmanager
 async def running_server(
-    app: AsgiApp | Dispatcher,
+    app: AsgiApp | Routes,
     *,
     http_path: Literal["fast", "stock"],
     tls: ssl.SSLContext | None = None,

@@ -26,7 +26,7 @@ from quart import request as incoming
 from quart_trio import QuartTrio
 
 from smgd.errors import ApiError
-from smgd.web.exchange import Dispatcher, Exchange
+from smgd.web.exchange import Exchange, Routes
 from smgd.web.protocols import StockH11
 from smgd.web.tls import server_context
 from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
@@ -51,7 +51,7 @@ class Site:
             ("POST", "/wait"): self.wait,
             ("POST", "/nothing"): self.nothing,
         }
-        self.app = Dispatcher(hot, self.quart())
+        self.app = Routes(hot, self.quart())
 
     async def echo(self, exchange: Exchange) -> None:
         try:
@@ -244,7 +244,7 @@ async def answer_first(scope: Any, receive: Any, send: Any) -> None:
 
 async def test_a_body_is_not_invited_behind_its_answer(serving: Serving) -> None:
     head = request("/unknown", "Content-Length: 100", "Expect: 100-continue")
-    async with serving(Dispatcher({}, answer_first)) as server:
+    async with serving(Routes({}, answer_first)) as server:
         client = await server.connect()
         await client.send_all(head)
         data = await read_all(client)
@@ -334,7 +334,7 @@ async def test_trailers_are_not_headers(serving: Serving) -> None:
         headers.append(exchange.header(b"authorization"))
         await exchange.respond(200, [], b"")
 
-    async with serving(Dispatcher({("POST", "/"): handler}, Site().app.fallback)) as server:
+    async with serving(Routes({("POST", "/"): handler}, Site().app.fallback)) as server:
         client = await server.connect()
         head = request("/", "Transfer-Encoding: chunked")
         await client.send_all(head + b"0\r\nAuthorization: let me in\r\n\r\n")
@@ -605,7 +605,7 @@ async def test_a_connection_is_used_again_after_a_handler_gave_up_waiting(
             await trio.sleep_forever()
         await exchange.end(b" and an error")
 
-    app = Dispatcher({("POST", "/"): impatient}, Site().app.fallback)
+    app = Routes({("POST", "/"): impatient}, Site().app.fallback)
     async with serving(app) as server, await server.connect() as client:
         for _ in range(3):
             await client.send_all(request("/"))
@@ -663,7 +663,7 @@ async def test_tls_is_not_written_directly(
         await exchange.write(b"task")
         await exchange.end(b"" if not exchange.can_write_nowait else b" direct")
 
-    app = Dispatcher({("POST", "/"): handler}, Site().app.fallback)
+    app = Routes({("POST", "/"): handler}, Site().app.fallback)
     async with (
         serving(app, tls=tls) as server,
         secured(authority, await server.connect()) as client,
@@ -862,7 +862,7 @@ async def test_http2_a_client_that_opens_no_window_is_cancelled(serving: Serving
         finally:
             ended.set()
 
-    app = Dispatcher({("POST", "/"): flood}, Site().app.fallback)
+    app = Routes({("POST", "/"): flood}, Site().app.fallback)
     async with serving(app) as server, Http2(await server.connect()) as client:
         client.acknowledge = False
         await client.ask("/", b"x")
@@ -908,10 +908,10 @@ class Ends:
         raise ValueError("broken")
 
     @property
-    def app(self) -> Dispatcher:
+    def app(self) -> Routes:
         ways = (self.respond, self.big, self.stream, self.give_up, self.fail)
         hot = {("POST", f"/{way.__name__}"): way for way in ways}
-        return Dispatcher({**hot, ("POST", "/echo"): Site().echo}, Site().app.fallback)
+        return Routes({**hot, ("POST", "/echo"): Site().echo}, Site().app.fallback)
 
 
 @pytest.mark.parametrize("way", ["respond", "big", "stream", "give_up", "fail", "quart"])
@@ -1009,7 +1009,7 @@ async def test_http2_stopping_drains(serving: Serving) -> None:
         await trio.sleep(0.1)
         await exchange.respond(200, [], b"slow")
 
-    app = Dispatcher({("POST", "/"): slow}, Site().app.fallback)
+    app = Routes({("POST", "/"): slow}, Site().app.fallback)
     async with (
         serving(app, keep_alive_timeout=60, shutdown_grace=60) as server,
         Http2(await server.connect()) as client,

@@ -11,7 +11,7 @@ import structlog
 import trio
 
 from smgd.errors import ApiError
-from smgd.web.exchange import AsgiExchange, Dispatcher, Exchange, SinkClosed, plain_path
+from smgd.web.exchange import AsgiExchange, Exchange, Routes, SinkClosed, plain_path
 from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
 
 LIMIT = 100_000
@@ -21,8 +21,8 @@ async def no_fallback(scope: object, receive: object, send: object) -> None:
     raise AssertionError("only hot routes are asked for here")
 
 
-def only(handler: Callable[[Exchange], Awaitable[None]]) -> Dispatcher:
-    return Dispatcher({("POST", "/"): handler, ("HEAD", "/"): handler}, no_fallback)
+def only(handler: Callable[[Exchange], Awaitable[None]]) -> Routes:
+    return Routes({("POST", "/"): handler, ("HEAD", "/"): handler}, no_fallback)
 
 
 async def echo(exchange: Exchange) -> None:
@@ -70,7 +70,7 @@ async def test_what_a_handler_sees_of_a_request(serving: Serving) -> None:
         await exchange.respond(200, [], b"")
         seen.extend([exchange.started, exchange.ended])
 
-    app = Dispatcher({("POST", "/a b"): handler}, no_fallback)
+    app = Routes({("POST", "/a b"): handler}, no_fallback)
     async with serving(app) as server, await server.connect() as client:
         await client.send_all(
             request("/a%20b?c=%20", "X-One:  first ", "X-ONE: second", body=b"hi")
@@ -299,7 +299,7 @@ async def test_a_handler_that_only_writes_leaves_room_for_others(serving: Servin
             await exchange.write(b"x")
 
     handler = Watched(flood)
-    app = Dispatcher({("POST", "/flood"): handler, ("POST", "/"): echo}, no_fallback)
+    app = Routes({("POST", "/flood"): handler, ("POST", "/"): echo}, no_fallback)
     async with serving(app) as server, await server.connect() as client:
         greedy = await server.connect()
         await greedy.send_all(request("/flood"))

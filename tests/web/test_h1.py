@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import trio
 
-from smgd.web.exchange import Dispatcher, Exchange, SinkClosed
+from smgd.web.exchange import Exchange, Routes, SinkClosed
 from tests.web.servers import Serving, read_all, read_answer, read_until, request, running_server
 
 PIECE = b"0123456789abcdef" * 4096
@@ -57,7 +57,7 @@ async def staged(
     serving: Serving, receive_buffer: int | None = None, **limits: float
 ) -> AsyncIterator[tuple[Stage, trio.SocketStream]]:
     stage = Stage()
-    app = Dispatcher({("POST", "/"): stage}, no_fallback)
+    app = Routes({("POST", "/"): stage}, no_fallback)
     async with serving(app, **limits) as server, await server.connect(receive_buffer) as client:
         await client.send_all(request("/"))
         await stage.begun.wait()
@@ -98,7 +98,7 @@ async def test_before_the_start_nothing_is_written(serving: Serving) -> None:
             exchange.write_nowait(b"early")
         await exchange.respond(200, [], b"fine")
 
-    app = Dispatcher({("POST", "/"): handler}, no_fallback)
+    app = Routes({("POST", "/"): handler}, no_fallback)
     async with serving(app) as server, await server.connect() as client:
         await client.send_all(request("/"))
         assert (await read_answer(client)).body == b"fine"
@@ -177,7 +177,7 @@ async def test_a_write_that_was_cut_off_ends_the_connection(serving: Serving) ->
             await exchange.write(b"")
         await exchange.end(b"never to be seen")
 
-    app = Dispatcher({("POST", "/"): handler}, no_fallback)
+    app = Routes({("POST", "/"): handler}, no_fallback)
     async with serving(app) as server, await server.connect(4096) as client:
         await client.send_all(request("/"))
         await trio.sleep(0.1)
@@ -186,7 +186,7 @@ async def test_a_write_that_was_cut_off_ends_the_connection(serving: Serving) ->
 
 async def test_http_1_0_is_written_by_the_task_only(serving: Serving) -> None:
     stage = Stage()
-    app = Dispatcher({("POST", "/"): stage}, no_fallback)
+    app = Routes({("POST", "/"): stage}, no_fallback)
     async with serving(app) as server, await server.connect() as client:
         await client.send_all(b"POST / HTTP/1.0\r\n\r\n")
         await stage.begun.wait()
@@ -202,7 +202,7 @@ async def test_headers_cannot_break_out(serving: Serving, value: bytes) -> None:
             await exchange.start(200, [(b"x", value)])
         await exchange.respond(200, [], b"fine")
 
-    app = Dispatcher({("POST", "/"): handler}, no_fallback)
+    app = Routes({("POST", "/"): handler}, no_fallback)
     async with serving(app) as server, await server.connect() as client:
         await client.send_all(request("/"))
         assert (await read_answer(client)).body == b"fine"
@@ -214,7 +214,7 @@ async def test_a_length_that_is_not_kept_ends_the_connection(serving: Serving, s
         await exchange.start(200, [(b"content-length", b"5")])
         await exchange.end(sent)
 
-    app = Dispatcher({("POST", "/"): handler}, no_fallback)
+    app = Routes({("POST", "/"): handler}, no_fallback)
     async with serving(app) as server, await server.connect() as client:
         await client.send_all(request("/") * 2)
         data = await read_all(client)

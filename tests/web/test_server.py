@@ -23,7 +23,7 @@ from quart_trio import QuartTrio
 
 import smgd.web
 from smgd.errors import ApiError, ConfigError
-from smgd.web.exchange import Dispatcher, Exchange
+from smgd.web.exchange import Exchange, Routes
 from smgd.web.hyper import check_hypercorn
 from smgd.web.server import ServerSettings, open_listeners, serve
 from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
@@ -69,11 +69,11 @@ class Stream:
             self.ends.append("complete" if exchange.ended else "cancelled")
 
 
-nothing = Dispatcher({}, make_quart())
+nothing = Routes({}, make_quart())
 
 
-def app_of(**hot: object) -> Dispatcher:
-    return Dispatcher({("POST", f"/{name}"): h for name, h in hot.items()}, make_quart())  # type: ignore[misc]
+def app_of(**hot: object) -> Routes:
+    return Routes({("POST", f"/{name}"): h for name, h in hot.items()}, make_quart())  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
@@ -384,7 +384,7 @@ async def test_who_cannot_be_read_is_told_of(serving: Serving, data: bytes, stat
         assert reason
         told.append((client, status))
 
-    app = Dispatcher({("POST", "/hello"): hello}, make_quart(), refused)
+    app = Routes({("POST", "/hello"): hello}, make_quart(), refused)
     async with serving(app) as server, await server.connect() as client:
         await client.send_all(request("/hello") + data)
         assert (await read_answer(client)).body == b"hello"
@@ -401,7 +401,7 @@ async def test_a_malformed_body_is_its_requests_and_told_once(serving: Serving) 
             await exchange.read_body(1000)
         await exchange.respond(caught.value.status, [], b"")
 
-    app = Dispatcher(
+    app = Routes(
         {("POST", "/"): handler}, make_quart(), lambda _client, status, _reason: told.append(status)
     )
     async with serving(app) as server, await server.connect() as client:

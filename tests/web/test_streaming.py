@@ -14,7 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 from smgd.api.envelope import Usage
 from smgd.core import Delta, GenerationRequest
 from smgd.dispatch import Generation, Sequence
-from smgd.web.exchange import Dispatcher, Exchange
+from smgd.web.exchange import Exchange, Routes
 from smgd.web.streaming import Direct
 from tests.support import request as generation_request
 from tests.web.servers import read_until, request, running_server
@@ -109,7 +109,7 @@ async def staged(
         raise AssertionError("only one route is asked for here")
 
     stage = Stage(choices, width)
-    app = Dispatcher({("POST", "/"): stage}, nobody)
+    app = Routes({("POST", "/"): stage}, nobody)
     async with (
         running_server(app, http_path="fast", write_timeout=5) as server,
         await server.connect(4096) as client,

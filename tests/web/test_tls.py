@@ -15,7 +15,7 @@ import trustme
 from smgd.config.load import convert
 from smgd.daemon import Daemon
 from smgd.errors import ConfigError
-from smgd.web.exchange import Dispatcher, Exchange
+from smgd.web.exchange import Exchange, Routes
 from smgd.web.tls import renew, server_context
 from tests.flows.house import captured_log, tables_of
 from tests.web.servers import read_answer, request, running_server
@@ -82,7 +82,7 @@ async def nobody(scope: object, receive: object, send: object) -> None:
     raise AssertionError("only one route is asked for here")
 
 
-APP = Dispatcher({("POST", "/"): hello}, nobody)
+APP = Routes({("POST", "/"): hello}, nobody)
 
 
 async def test_a_renewed_certificate_is_for_new_connections(pair: Pair) -> None:
