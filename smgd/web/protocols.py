@@ -245,10 +245,37 @@ class Peers(msgspec.Struct, frozen=True):
     server: tuple[str, int] | None
 
 
+class HttpProtocol(Protocol):
+    """What a connection needs of the protocol that it speaks."""
+
+    @property
+    def in_head(self) -> bool:
+        """Whether a request has begun whose head is not complete."""
+        ...
+
+    @property
+    def unread(self) -> bool:
+        """Whether the client may still be sending a request that nobody wants any more."""
+        ...
+
+    @property
+    def idle_is_silent(self) -> bool:
+        """Whether nothing comes between requests, so that the next byte begins one."""
+        ...
+
+    async def initiate(self) -> None:
+        """Begin to speak."""
+        ...
+
+    async def handle(self, event: Event) -> None:
+        """Take bytes, or the end."""
+        ...
+
+
 class Protocols(ProtocolWrapper):
     """Which protocol speaks on a connection: chosen by ALPN, changed by HTTP/2's preface."""
 
-    protocol: Any
+    protocol: HttpProtocol  # type: ignore[assignment]  # Hypercorn knows only its own
 
     def __init__(
         self,
@@ -275,7 +302,7 @@ class Protocols(ProtocolWrapper):
         )
         self.protocol = StockH2(*self._arguments) if alpn == "h2" else self.http1()
 
-    def http1(self) -> Any:
+    def http1(self) -> HttpProtocol:
         """Return a protocol for HTTP/1.x."""
         return StockH11(*self._arguments)
 

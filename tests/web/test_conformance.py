@@ -27,7 +27,7 @@ from quart_trio import QuartTrio
 
 from smgd.errors import ApiError
 from smgd.web.exchange import Exchange, Routes
-from smgd.web.protocols import StockH11
+from smgd.web.protocols import StockH2, StockH11
 from smgd.web.tls import server_context
 from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
 
@@ -935,7 +935,9 @@ async def test_http2_a_cut_stream_is_reset_and_leaves_nothing(serving: Serving, 
         assert client.bodies[other] == b"echo:y"
         [connection] = server.connections
         protocol = connection.protocol.protocol
-        assert protocol.stream_buffers == protocol.streams == {}
+        assert isinstance(protocol, StockH2)
+        assert protocol.stream_buffers == {}
+        assert protocol.streams == {}
         assert protocol.connection.open_inbound_streams == 0
 
 
