@@ -38,6 +38,9 @@ from smgd.web.turns import Turnstile
 
 log = structlog.get_logger("smgd.web")
 
+# Busy: our side of the connection is being closed at this very moment.
+_CANNOT_SEND = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError)
+
 TlsStream = trio.SSLStream[DeadlineStream]
 
 
@@ -143,7 +146,11 @@ class Connection(TCPServer):
             )
             self.request_ended()
             await self.protocol.initiate()
-            await self._read_data()
+            try:
+                await self._read_data()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self.protocol.protocol.gone()
 
     async def _handshake(self) -> str | None:
         """Return the protocol that TLS agreed on, or None if it could not agree."""
@@ -202,14 +209,19 @@ class Connection(TCPServer):
             await self._hang_up()
 
     async def _send(self, data: bytes) -> None:
-        """Send bytes for Hypercorn: not together with others, nor half of them for a cancel."""
-        async with self.send_lock:
-            try:
-                with trio.CancelScope(shield=True):
+        """Send bytes for Hypercorn: not together with others, nor half of them for a cancel.
+
+        Nor none: they are of all streams of HTTP/2, and the connection could not go on without.
+        """
+        if self._scope.cancel_called:  # it does not go on: no last words of a handler that is cut
+            await trio.lowlevel.checkpoint_if_cancelled()
+        with trio.CancelScope(shield=True):
+            async with self.send_lock:
+                try:
                     await self.stream.send_all(data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                self.expire("the client is gone")
-                raise trio.BrokenResourceError("the client is gone") from error
+                except _CANNOT_SEND as error:
+                    self.expire("the client is gone")
+                    raise trio.BrokenResourceError("the client is gone") from error
 
     # ------------------------------------------------------------------------- for the protocol
 

@@ -196,10 +196,10 @@ class AsgiExchange:
         self.finished = True
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        if self._head is not None:
-            head, self._head = self._head, None
-            await self._send(head)
         try:
+            if self._head is not None:
+                head, self._head = self._head, None
+                await self._send(head)
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except trio.BrokenResourceError:
             await self._lost()

@@ -67,6 +67,9 @@ class H1:
     async def initiate(self) -> None:
         """Do what Hypercorn's protocols do at the start of a connection: nothing."""
 
+    async def gone(self) -> None:
+        """Do nothing: who sends waits for the socket alone, which has a deadline."""
+
     async def handle(self, event: Event) -> None:
         """Take bytes and answer the requests that are complete with them."""
         if not isinstance(event, RawData):

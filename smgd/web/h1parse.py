@@ -54,7 +54,7 @@ class Request:
         self.method = method
         self.version = version
         self.headers = headers
-        self.raw_path, _, self.query = _origin_form(target, method).partition(b"?")
+        self.raw_path, _, self.query = origin_form(target, method).partition(b"?")
         path = self.raw_path.decode("ascii")
         self.path = unquote(path) if "%" in path else path
         self.content_length: int | None = None
@@ -189,8 +189,11 @@ def _refusal(error: httptools.HttpParserError) -> Refusal:
     return Refusal(400, f"Malformed request: {error}")
 
 
-def _origin_form(target: bytes, method: str) -> bytes:
-    """Return path and query of a request target in whichever form (RFC 9112, 3.2)."""
+def origin_form(target: bytes, method: str) -> bytes:
+    """Return path and query of a request target in whichever form (RFC 9112, 3.2).
+
+    Raises `Refusal`.
+    """
     if target.startswith(b"/") or (target == b"*" and method == "OPTIONS"):
         return target
     scheme, found, rest = target.partition(b"://")

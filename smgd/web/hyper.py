@@ -2,7 +2,8 @@
 
 Hypercorn has no public interface below `serve`, so what is used here is its inside; nothing is
 assigned into its modules, and no other module of ours imports it (what it does wrong is mended in
-`protocols.py`, by subclassing). All that is relied upon is listed in `_SEAMS` and checked at start:
+`protocols.py`, by subclassing). All that is relied upon is listed in `_SEAMS` and `_SIGNATURES`,
+and checked at start:
 
 - `H11Protocol`, `H2Protocol`: `handle` takes `RawData` and `Closed`; `send` is given `RawData`,
   `Closed` and `Updated(idle)`, and may raise `trio.BrokenResourceError`; `stream_send` takes what a
@@ -104,33 +105,49 @@ _SEAMS = {
     ),
     H2Protocol: (
         "initiate handle stream_send _handle_events _send_data _window_updated _flush",
-        "connection priority stream_buffers streams",
+        "app client closed connection priority stream_buffers streams",
     ),
     StreamBuffer: ("close complete", "buffer"),
     TCPServer: ("run protocol_send _read_data", "app config context send_lock stream"),
     ProtocolWrapper: ("initiate handle", "protocol"),
     TaskGroup: ("__aenter__ __aexit__ spawn spawn_app", ""),
-    WorkerContext: ("", "terminated"),
+    WorkerContext: ("event_class", "terminated"),
+    Http2Assumed: ("", "data"),
     Logger: ("access exception", ""),
 }
-_CONSTRUCTORS = {
+# What is called or constructed, and of events also what is read.
+_SIGNATURES: dict[Callable[..., Any], str] = {
     H11Protocol: "app config context task_group connection_state ssl client server send",
     H2Protocol: "app config context task_group connection_state ssl client server send",
     TCPServer: "app config context state stream",
     TaskGroup: "",
     WorkerContext: "max_requests",
+    Http2Assumed: "data",
+    RawData: "data address",
+    Closed: "",
+    Updated: "idle",
+    EndBody: "stream_id",
+    StreamClosed: "stream_id",
+    parse_socket_addr: "family address",
 }
 
 
 def _seams() -> Iterator[tuple[str, bool]]:
     """Give each thing of Hypercorn's that we rely on, and whether it is there."""
     for owner, (methods, attributes) in _SEAMS.items():
-        assigned = owner.__init__.__code__.co_names  # type: ignore[misc]
+        code = getattr(owner.__init__, "__code__", None)  # type: ignore[misc]
+        assigned = code.co_names if code else ()
         yield from ((f"{owner.__name__}.{n}", hasattr(owner, n)) for n in methods.split())
         yield from ((f"{owner.__name__}.{n}", n in assigned) for n in attributes.split())
-    for owner, parameters in _CONSTRUCTORS.items():
-        known = list(inspect.signature(owner).parameters) == parameters.split()
-        yield f"{owner.__name__}({', '.join(parameters.split())})", known
+    for called, parameters in _SIGNATURES.items():
+        known = list(inspect.signature(called).parameters) == parameters.split()
+        yield f"{called.__name__}({', '.join(parameters.split())})", known
+    terminated = getattr(WorkerContext, "event_class", None)
+    yield from (
+        (f"WorkerContext.terminated.{n}", hasattr(terminated, n)) for n in ("set", "is_set")
+    )
+    # A dict by another name, which we make and Hypercorn hands on.
+    yield "ConnectionState", getattr(ConnectionState, "__supertype__", None) is not None
     yield from ((f"Config.{name}", hasattr(Config, name)) for name in _CONFIG)
 
 

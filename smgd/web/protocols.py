@@ -16,7 +16,9 @@ import h11
 import msgspec
 import trio
 from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
 
+from smgd.web.h1parse import Refusal, origin_form
 from smgd.web.hyper import (
     Closed,
     Config,
@@ -86,6 +88,9 @@ class StockH11(H11Protocol):
         """Whether the client may still be sending a request that nobody wants any more."""
         return self.connection.their_state in (h11.SEND_BODY, h11.ERROR)
 
+    async def gone(self) -> None:
+        """Do nothing: who sends waits for the socket alone, which has a deadline."""
+
     async def _send_h11_event(self, event: Any) -> None:
         try:
             data = self.connection.send(event)
@@ -101,12 +106,14 @@ class StockH11(H11Protocol):
             await self.send(RawData(data))
 
     async def _create_stream(self, request: h11.Request) -> None:
-        refusal = _refusal(request)
-        if refusal is None:
-            await super()._create_stream(request)
-        else:
-            await self._send_error_response(refusal)
+        try:
+            _check_head(request)
+            target = origin_form(request.target, request.method.decode())
+        except Refusal as refusal:
+            await self._send_error_response(refusal.status)
             await self.send(Closed())
+        else:
+            await super()._create_stream(_without_upgrade(request, target))
 
     async def _send_error_response(self, status_code: int) -> None:
         if self.stream is None:  # else it is the body that is malformed
@@ -120,41 +127,64 @@ class StockH11(H11Protocol):
             raise Http2Assumed(b"PRI * HTTP/2.0\r\n\r\n" + self.connection.trailing_data[0])
 
 
-def _refusal(request: h11.Request) -> int | None:
-    """Return the status for a request that h11 reads and we had better not (RFC 9112, 6.1)."""
+def _check_head(request: h11.Request) -> None:
+    """Refuse what h11 reads and we had better not (RFC 9112, 6.1). Raises `Refusal`."""
     names = {name for name, _ in request.headers}
     if request.method == b"CONNECT":
-        return 405
+        raise Refusal(405, "CONNECT is for proxies")
     if request.http_version not in (b"1.0", b"1.1"):
-        return 505
+        raise Refusal(505, "this version of HTTP is not supported here")
     if b"transfer-encoding" in names and (
         b"content-length" in names or request.http_version == b"1.0"
     ):
-        return 400
-    return None
+        raise Refusal(400, "two ways to tell where the body ends")
+
+
+def _without_upgrade(request: h11.Request, target: bytes) -> h11.Request:
+    """Return a request for path and query alone, which Hypercorn cannot take for a WebSocket's."""
+    headers = [(name, value) for name, value in request.headers if name != b"upgrade"]
+    return h11.Request(
+        method=request.method, target=target, headers=headers, http_version=request.http_version
+    )
 
 
 class StockH2(H2Protocol):
     """HTTP/2, with faults of Hypercorn's mended.
 
-    What a client sends late, to a stream that is answered, and a path that is not ASCII raise in
-    it, which would end the connection and all the other streams on it: such data is thrown away,
-    such a stream reset. While a client opens no window, its empty reads of a stream's buffer
-    wake the writer as if something had been sent, so that the buffer grows without end. And of an
-    application that stops in the middle of its answer (which is how a client that takes nothing is
-    cut) it tells the client nothing, who then waits for ever, in one of its streams.
+    What a client sends late, to a stream that is answered, and a head that has no path, or none
+    that is ASCII, raise in it, which would end the connection and all the other streams on it: such
+    data is thrown away, such a stream reset. So is CONNECT, for proxies and for WebSockets, which
+    it would begin behind the gate's back. While a client opens no window, its empty reads of a
+    stream's buffer wake the writer as if something had been sent, so that the buffer grows without
+    end. And of an application that stops in the middle of its answer (which is how a client that
+    takes nothing is cut) it tells the client nothing, who then waits for ever, in one of its
+    streams. The last message of an answer waits for a client to take it, also for one that is gone:
+    see `gone`.
     """
+
+    app: Any  # a `GuardedApp`
 
     unread = False
     idle_is_silent = False  # pings and settings come between requests
     in_head = False
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # What is not offered, clients do not ask for.
+        del self.connection.local_settings[SettingCodes.ENABLE_CONNECT_PROTOCOL]
+
     async def stream_send(self, event: Any) -> None:
         if isinstance(event, StreamClosed):
             await self._reset_unfinished(event.stream_id)
         await super().stream_send(event)
-        if isinstance(event, EndBody) and event.stream_id not in self.streams:
-            raise trio.BrokenResourceError("the client has reset the stream")
+        if isinstance(event, EndBody) and (self.closed or event.stream_id not in self.streams):
+            raise trio.BrokenResourceError("the client has left, or reset the stream")
+
+    async def gone(self) -> None:
+        """Have nobody wait any longer for the client to take data."""
+        self.closed = True
+        for buffer in list(self.stream_buffers.values()):
+            await buffer.close()
 
     async def _reset_unfinished(self, stream_id: int) -> None:
         """Reset a stream of which something is missing, and forget the rest of it."""
@@ -189,6 +219,8 @@ class StockH2(H2Protocol):
                     event.flow_controlled_length, event.stream_id
                 )
             elif isinstance(event, h2.events.RequestReceived) and not _readable(event.headers):
+                client = self.client[0] if self.client else ""
+                self.app.refused(client, 400, "Malformed request")
                 self.connection.reset_stream(event.stream_id)
             else:
                 await super()._handle_events([event])
@@ -196,8 +228,12 @@ class StockH2(H2Protocol):
 
 
 def _readable(headers: Any) -> bool:
-    """Tell whether Hypercorn can decode a request's pseudo-headers; others would raise in it."""
-    return all(value.isascii() for name, value in headers if name in (b":method", b":path"))
+    """Tell whether a request is one of HTTP's whose head Hypercorn and Quart can read."""
+    found = {name: value for name, value in headers if name in (b":method", b":path")}
+    method, path = found.get(b":method", b""), found.get(b":path", b"")
+    if method.upper() == b"CONNECT" or not (method.isascii() and path.isascii()):
+        return False
+    return path.startswith(b"/") or (path == b"*" and method == b"OPTIONS")
 
 
 class Link(Protocol):
@@ -269,6 +305,10 @@ class HttpProtocol(Protocol):
 
     async def handle(self, event: Event) -> None:
         """Take bytes, or the end."""
+        ...
+
+    async def gone(self) -> None:
+        """Hear, with all tasks cancelled, that nothing more is sent: none may wait for that."""
         ...
 
 

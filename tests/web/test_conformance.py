@@ -17,9 +17,11 @@ import h2.config
 import h2.connection
 import h2.errors
 import h2.events
+import msgspec
 import pytest
 import structlog
 import trio
+import trio.testing
 import trustme
 from h2.settings import SettingCodes
 from quart import request as incoming
@@ -385,7 +387,7 @@ async def test_upgrades_are_ignored(serving: Serving, offer: str, path: str) -> 
         assert (await read_answer(client)).body.endswith(b":more")
 
 
-async def test_a_websocket_is_refused(serving: Serving) -> None:
+async def test_a_websocket_is_not_begun(serving: Serving) -> None:
     headers = [
         "Connection: Upgrade",
         "Upgrade: websocket",
@@ -393,8 +395,23 @@ async def test_a_websocket_is_refused(serving: Serving) -> None:
         "Sec-WebSocket-Version: 13",
     ]
     async with serving(Site().app) as server, await server.connect() as client:
-        await client.send_all(request("/unknown", *headers, method="GET"))
-        assert (await read_answer(client)).status in (403, 404)
+        offer = request("/quart", *headers, method="GET")
+        await client.send_all(offer + offer + request("/echo", body=b"x"))
+        for body in (b"quart:", b"quart:", b"echo:x"):
+            answer = await read_answer(client)
+            assert (answer.status, answer.body) == (200, body)
+
+
+@pytest.mark.parametrize("target", ["?", "?a=b", "quart", "*", "ftp://x/quart", "//"])
+async def test_a_target_without_a_path_is_refused(serving: Serving, target: str) -> None:
+    site = Site()
+    with structlog.testing.capture_logs() as lines:
+        async with serving(site.app) as server, await server.connect() as client:
+            await client.send_all(f"GET {target} HTTP/1.1\r\n".encode() + HOST + b"\r\n")
+            expected = 404 if target == "//" else 400
+            assert statuses(await read_all(client)) == [expected]
+    assert site.seen == []
+    assert [line for line in lines if line["log_level"] == "error"] == []
 
 
 @pytest.mark.parametrize("scheme", ["http", "HTTPS"])
@@ -688,7 +705,8 @@ class Http2:
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
-        self.connection = h2.connection.H2Connection(h2.config.H2Configuration())
+        config = h2.config.H2Configuration(validate_outbound_headers=False)
+        self.connection = h2.connection.H2Connection(config)
         self.bodies: dict[int, bytes] = {}
         self.statuses: dict[int, int] = {}
         self.ended: set[int] = set()
@@ -707,10 +725,15 @@ class Http2:
         await self.stream.send_all(self.connection.data_to_send())
 
     async def ask(self, path: str, body: bytes = b"", *, end: bool = True) -> int:
-        number = self.connection.get_next_available_stream_id()
-        headers = [(":method", "POST"), (":path", path), (":scheme", "http"), (":authority", "x")]
-        self.connection.send_headers(number, headers)
+        headers = {":method": "POST", ":path": path, ":scheme": "http", ":authority": "x"}
+        number = await self.begin(headers)
         self.connection.send_data(number, body, end_stream=end)
+        await self.flush()
+        return number
+
+    async def begin(self, headers: dict[str, str]) -> int:
+        number = self.connection.get_next_available_stream_id()
+        self.connection.send_headers(number, list(headers.items()))
         await self.flush()
         return number
 
@@ -973,12 +996,102 @@ async def test_who_leaves_during_the_last_write_has_not_got_it(serving: Serving,
     assert ends.finished == [False, True]
 
 
-async def test_http2_path_that_is_not_ascii_resets_the_stream_only(serving: Serving) -> None:
-    async with serving(Site().app) as server, Http2(await server.connect()) as client:
-        await client.ask("/ech\N{LATIN SMALL LETTER O WITH DIAERESIS}", b"x")
+@pytest.mark.parametrize(
+    "head",
+    [
+        {":path": "/ech\N{LATIN SMALL LETTER O WITH DIAERESIS}"},
+        {":path": "?"},
+        {":path": "?a=b"},
+        {":path": "*"},
+        {":path": "http://x/quart"},
+        {":method": "connect"},
+        {":method": "CONNECT", ":protocol": "websocket", "sec-websocket-version": "13"},
+    ],
+)
+async def test_http2_head_that_cannot_be_read_resets_the_stream_only(
+    serving: Serving, head: dict[str, str]
+) -> None:
+    site, refused = Site(), list[tuple[int, str]]()
+    app = msgspec.structs.replace(
+        site.app, refused=lambda _, status, reason: refused.append((status, reason))
+    )
+    usual = {":method": "GET", ":path": "/quart", ":scheme": "http", ":authority": "x"}
+    async with serving(app) as server, Http2(await server.connect()) as client:
+        running = await client.ask("/wait", b"x")
+        await site.running.wait()
+        bad = await client.begin(usual | head)
         other = await client.ask("/echo", b"y")
         await client.until(lambda: other in client.ended)
         assert client.bodies == {other: b"echo:y"}
+        assert client.resets.keys() == {bad}
+        assert running not in client.ended
+        assert client.connection.remote_settings.enable_connect_protocol == 0
+    assert refused == [(400, "Malformed request")]
+    assert site.seen == [("POST", "/echo", b"y")]
+
+
+async def test_http2_connect_without_a_path_resets_the_stream_only(serving: Serving) -> None:
+    async with serving(Site().app) as server, Http2(await server.connect()) as client:
+        bad = await client.begin({":method": "CONNECT", ":authority": "x"})
+        other = await client.ask("/echo", b"y")
+        await client.until(lambda: other in client.ended)
+        assert client.bodies == {other: b"echo:y"}
+        assert client.resets.keys() == {bad}
+
+
+async def test_http2_stream_that_is_reset_takes_no_frames_of_others_along(
+    serving: Serving,
+) -> None:
+    """What waits to be sent is all streams', and headers are compressed by those before them."""
+
+    async def big(exchange: Exchange) -> None:
+        await exchange.read_body(10)
+        await exchange.respond(200, [(b"x-big", b"1")], b"x" * 8_000_000)
+
+    async def small(exchange: Exchange) -> None:
+        await exchange.read_body(10)
+        await exchange.start(200, [(b"x-small", b"of all that are small")])
+        await exchange.write(b"small")
+        await exchange.end()
+
+    app = Routes({("POST", "/big"): big, ("POST", "/small"): small}, Site().app.fallback)
+    async with serving(app, write_timeout=60) as server, await server.connect(4096) as raw:
+        client = Http2(raw)
+        client.connection.initiate_connection()
+        client.connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
+        client.connection.increment_flow_control_window(2**30)
+        large = await client.ask("/big", b"x")
+        await trio.testing.wait_all_tasks_blocked(0.05)  # the socket is full
+        left = [await client.ask("/small", b"x") for _ in range(3)]
+        await trio.testing.wait_all_tasks_blocked(0.05)  # their heads wait
+        for number in left:
+            client.connection.reset_stream(number)
+        await client.flush()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        last = await client.ask("/small", b"x")
+        await client.until(lambda: client.ended >= {large, last})
+        assert (client.statuses[last], client.bodies[last]) == (200, b"small")
+        assert len(client.bodies[large]) == 8_000_000
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+@pytest.mark.parametrize("way", ["respond", "big", "stream", "quart"])
+async def test_http2_client_that_leaves_without_a_window_is_waited_for_by_nobody(
+    serving: Serving, how: str, way: str
+) -> None:
+    ends = Ends()
+    async with serving(ends.app, write_timeout=3600, keep_alive_timeout=3600) as server:
+        raw = await server.connect()
+        client = await Http2(raw).__aenter__()
+        await client.without_window()
+        number = await client.ask(f"/{way}", b"x")
+        await client.until(lambda: number in client.statuses)
+        if how == "reset":
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await raw.aclose()
+        while server.connections:  # noqa: ASYNC110  (there is no event to wait for)
+            await trio.sleep(0.01)
+    assert not any(ends.finished)
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -342,6 +342,28 @@ async def test_over_asgi_nothing_is_written_at_once() -> None:
     assert exchange.client == ""
 
 
+@pytest.mark.parametrize("last", ["http.response.start", "http.response.body"])
+async def test_a_write_to_a_client_that_is_gone_does_not_raise(last: str) -> None:
+    sent: list[object] = []
+
+    async def receive() -> dict[str, object]:
+        await trio.sleep_forever()
+        raise AssertionError("nothing is received")
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message["type"])
+        if message["type"] == last:
+            raise trio.BrokenResourceError("the client is gone")
+
+    scope = {"method": "GET", "path": "/", "query_string": b"", "http_version": "2"}
+    with trio.CancelScope() as running:
+        exchange = AsgiExchange({**scope, "client": None, "headers": []}, receive, send, 1, running)
+        await exchange.respond(200, [], b"x")
+    assert running.cancelled_caught
+    assert not exchange.finished
+    assert sent[-1] == last
+
+
 @pytest.mark.parametrize(
     ("target", "path"),
     [

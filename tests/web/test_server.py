@@ -7,22 +7,26 @@ import resource
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import structlog
 import trio
 from hypercorn.config import Config
+from hypercorn.events import RawData, Updated
+from hypercorn.protocol.events import EndBody, StreamClosed
 from hypercorn.protocol.h2 import H2Protocol, StreamBuffer
-from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
 from quart_trio import QuartTrio
 
 import smgd.web
 from smgd.errors import ApiError, ConfigError
+from smgd.web import hyper
 from smgd.web.exchange import Exchange, Routes
 from smgd.web.hyper import check_hypercorn
 from smgd.web.server import ServerSettings, open_listeners, serve
@@ -456,6 +460,7 @@ async def test_the_server_checks_hypercorn(monkeypatch: pytest.MonkeyPatch) -> N
         (StreamBuffer, "complete"),
         (Config, "h2_max_concurrent_streams"),
         (TaskGroup, "spawn_app"),
+        (WorkerContext, "event_class"),
     ],
 )
 def test_whatever_of_hypercorn_is_missing_is_named(
@@ -482,6 +487,53 @@ def test_a_constructor_that_does_something_else_is_named(
     def __init__(self: object) -> None: ...  # noqa: N807
 
     monkeypatch.setattr(owner, "__init__", __init__)
+    with pytest.raises(ConfigError, match=missing):
+        check_hypercorn()
+
+
+@dataclass
+class Renamed:
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("event", "missing"),
+    [
+        (RawData, r"RawData\(data, address\)"),
+        (Updated, r"Updated\(idle\)"),
+        (EndBody, r"EndBody\(stream_id\)"),
+        (StreamClosed, r"StreamClosed\(stream_id\)"),
+        (H2ProtocolAssumedError, r"H2ProtocolAssumedError\(data\)"),
+    ],
+)
+def test_an_event_that_says_something_else_is_named(
+    monkeypatch: pytest.MonkeyPatch, event: type, missing: str
+) -> None:
+    monkeypatch.setattr(event, "__init__", Renamed.__init__)
+    with pytest.raises(ConfigError, match=missing):
+        check_hypercorn()
+
+
+def test_what_is_behind_the_context_s_names_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerContext, "event_class", Renamed)
+    with pytest.raises(ConfigError, match=r"without WorkerContext\.terminated\.set, .*is_set"):
+        check_hypercorn()
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "missing"),
+    [
+        ("parse_socket_addr", lambda address: address, r"\(family, address\)"),
+        ("ConnectionState", Renamed, "ConnectionState"),
+    ],
+)
+def test_another_function_of_a_name_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, other: Any, missing: str
+) -> None:
+    known = getattr(hyper, name)
+    signatures = {other if f is known else f: p for f, p in hyper._SIGNATURES.items()}
+    monkeypatch.setattr(hyper, "_SIGNATURES", signatures)
+    monkeypatch.setattr(hyper, name, other)
     with pytest.raises(ConfigError, match=missing):
         check_hypercorn()
 
