@@ -153,7 +153,7 @@ class EngineLink:
         """Send a request, or raise `EngineLostError` or `LocalProtocolError` in place of `fail`."""
         while not self._submitted(request, receiver):
             pass  # the engine turned out to be gone, but there is another one
-        self.session.heard(trio.current_time())
+        self.session.silence.note(trio.current_time())
 
     def _submitted(self, request: GenerationRequest, receiver: Receiver) -> bool:
         for send in self.session.submit(request, receiver):
@@ -226,7 +226,8 @@ class EngineLink:
     async def _watch(self) -> None:
         while True:
             # Looked at when the time is up, so that an output moves no timer.
-            events, left = self.session.check(trio.current_time(), self._settings.patience)
+            now = trio.current_time()
+            events, left = self.session.silence.check(now, self._settings.patience)
             self._handle(events)
             await trio.sleep(left)
 
@@ -252,14 +253,14 @@ class EngineLink:
                 self._asking.soon()  # READY may have been said before our time
 
     async def _read_outputs(self, output: MessageSocket) -> None:
-        session = self.session
+        session, note = self.session, self.session.silence.note
         while True:
             for frames in await output.recv_batch():
                 if events := session.receive(frames):
                     self._handle(events)
             if events := session.flush():
                 self._handle(events)
-            session.heard(trio.current_time())
+            note(trio.current_time())
 
     async def _follow(self, name: str, socket: MessageSocket) -> None:
         connections = Connections()

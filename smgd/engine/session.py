@@ -8,7 +8,7 @@ answered by exactly one ABORT, however it left. An output for an id that is ours
 late one of those and is ignored. An id that is not ours was left running by a former life of this
 daemon, and gets one ABORT as well.
 
-An engine is lost, too, if it is silent for too long while it has requests (`check`), and if it
+An engine is lost, too, if it is silent for too long while it has requests (`silence`), and if it
 aborts what nobody has asked it to abort: engines that stop do that.
 """
 
@@ -30,16 +30,13 @@ from smgd.core import (
 from smgd.engine import ranks
 from smgd.engine.events import AbortForeign, ReceiverBroke, Send, SessionEvent
 from smgd.engine.handshake import Rank
-from smgd.engine.liveness import Patience
+from smgd.engine.liveness import Silence
 from smgd.engine.roster import Roster
 from smgd.errors import EngineLostError, LocalProtocolError, RemoteProtocolError
 from smgd.wire import vllm as wire
 
 # How many ids of a former life are remembered as aborted; engines run some hundreds at a time.
 MAX_FOREIGN = 4096
-
-# Seconds; what is left of a deadline may be less than the clock can tell, but is never none.
-TICK = 0.001
 
 _LEAVING = "it has aborted a request, as engines do that stop"
 
@@ -81,14 +78,14 @@ class Session:
     ) -> None:
         self.counts = EngineCounts()
         self.roster = Roster(dialect, init, engines, first_call, self.counts, self._end)
+        self.silence = Silence(self.roster, self._unread)
         self._worker = worker
         self._dialect = dialect
         self._is_ours = is_ours
+        self._heard, self._worked = self.silence.heard, self.silence.worked  # for every message
         self._calls: dict[str, _Call] = {}
         self._touched: list[_Call] = []
         self._aborted: list[_Call] = []  # by the engine itself, in the message that is being read
-        self._heard: set[Rank] = set()  # since `heard` was called
-        self._worked: set[Rank] = set()
         self._foreign: dict[str, None] = {}  # a set that keeps the order
         self._turn = 0
         self._wave = 0  # of a MoE group: the highest that was sent or seen
@@ -113,7 +110,7 @@ class Session:
     # ---------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest, receiver: Receiver) -> list[Send]:
-        """Register a request and return what to send for it; then `heard`.
+        """Register a request and return what to send for it; then `silence.note`.
 
         Raises `EngineLostError` if the session is not ready, and `LocalProtocolError` for an id
         that is in flight already (which would kill the engine) or that cannot be encoded.
@@ -310,45 +307,5 @@ class Session:
             events += self._fail(call, error)
         return events
 
-    # ----------------------------------------------------------------------------- silence
-
-    def check(self, now: float, patience: Patience) -> tuple[list[SessionEvent], float]:
-        """Look whether engines that have requests of ours are silent for too long.
-
-        Returns what follows, and for how many seconds there is no need to look again.
-        """
-        events: list[SessionEvent] = []
-        left = patience.ask_after
-        for rank in list(self.roster.serving):
-            if not (rank.in_flight and rank.ready):  # it may have gone with another
-                continue
-            wait, reason = self._patience_left(rank, now, patience)
-            if wait <= 0:
-                events += self.roster.lose(reason, rank.identity)
-                continue
-            left = min(left, wait)
-            if not rank.called and now - rank.heard_at >= patience.ask_after:
-                rank.called = True
-                events += self.roster.call([rank])
-        return events, max(left, TICK)
-
-    def _patience_left(self, rank: Rank, now: float, patience: Patience) -> tuple[float, str]:
-        """Return for how many seconds more an engine may be silent, and of what it dies then."""
-        beat = patience.heartbeat - (now - rank.heard_at)
-        if self.roster.answers and beat <= 0:
-            return beat, f"no sign of life for {patience.heartbeat:g}s with requests in flight"
-        unread = sum(call.unread for call in self._calls.values() if call.rank is rank)
-        limit = patience.silence_with(unread)
-        silence = limit - (now - rank.worked_at)
-        reason = f"no output for {limit:.3g}s with requests in flight"
-        return (min(beat, silence) if self.roster.answers else silence), reason
-
-    def heard(self, now: float) -> None:
-        """Note the time for the engines that have said something since the last call."""
-        for rank in self._heard:
-            rank.heard_at = now
-            rank.called = False
-        for rank in self._worked:
-            rank.worked_at = now
-        self._heard.clear()
-        self._worked.clear()
+    def _unread(self, rank: Rank) -> int:
+        return sum(call.unread for call in self._calls.values() if call.rank is rank)
