@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import trio
 
 from smgd.core import (
     Delta,
@@ -21,6 +25,9 @@ from smgd.core import (
     WorkerState,
 )
 from smgd.errors import EngineLostError
+
+# Seconds; what takes longer is broken. Generous: the machine of a test may stand still for some.
+PATIENCE = 30.0
 
 # By this, coverage measures the Python programs that a test starts.
 MEASURING = "COVERAGE_PROCESS_CONFIG"
@@ -39,6 +46,50 @@ def no_collector() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+class SteadyClock(trio.abc.Clock):
+    """The real clock without the stalls of the machine: so much counts at most of one of them.
+
+    Whatever waits in the loop of a test then gets its turn before a deadline in the same loop has
+    passed, as on a machine that does not stall.
+    """
+
+    STALL = 0.05
+
+    def __init__(self) -> None:
+        self._seen = time.perf_counter()
+        self._time = 0.0
+
+    def start_clock(self) -> None:
+        self._seen = time.perf_counter()
+
+    def current_time(self) -> float:
+        now = time.perf_counter()
+        self._time += min(now - self._seen, self.STALL)
+        self._seen = now
+        return self._time
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        # Woken so often, it never takes a wait of the loop for a stall.
+        return min(deadline - self.current_time(), self.STALL / 2)
+
+
+@contextmanager
+def real_deadline(seconds: float) -> Iterator[None]:
+    """Do what `trio.fail_after` does, by the real clock whatever clock trio has."""
+    scope = trio.CancelScope()
+    token = trio.lowlevel.current_trio_token()
+    timer = threading.Timer(seconds, token.run_sync_soon, [scope.cancel])
+    timer.daemon = True
+    timer.start()
+    try:
+        with scope:
+            yield
+    finally:
+        timer.cancel()
+    if scope.cancelled_caught:
+        raise trio.TooSlowError
 
 
 def request(request_id: str = "r1", *, model: str = "m", max_tokens: int = 16) -> GenerationRequest:

@@ -26,7 +26,7 @@ from smgd.cli import configuration, main, parse_args
 from smgd.config.findings import Findings
 from smgd.errors import ConfigError
 from smgd.wire.fnv import handshake_port
-from tests.support import unmeasured
+from tests.support import PATIENCE, unmeasured
 
 ROOT = Path(__file__).parent.parent
 NOBODY = 65534
@@ -335,7 +335,7 @@ def test_what_another_user_may_not_do_is_a_mistake(place: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", AS_NOBODY, str(file)],
-        capture_output=True, text=True, timeout=30, check=False, env=unmeasured(),
+        capture_output=True, text=True, timeout=PATIENCE, check=False, env=unmeasured(),
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     note, *found = done.stderr.splitlines()

@@ -15,6 +15,7 @@ from smgd.cli import build_parser, configuration, main, parse_args
 from smgd.config import Config, ModelConfig, WorkerConfig
 from smgd.config.keys import FLAGS, all_keys
 from smgd.wire.fnv import handshake_port
+from tests.support import PATIENCE
 
 URL = "ipc:///tmp/smg-zmq/engine-0"
 PORT = handshake_port("/tmp/smg-zmq/engine-0")
@@ -268,7 +269,7 @@ def test_check_config_of_a_file_that_is_not_there(
 
 def smgd(*argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "smgd.cli", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def test_exit_codes_of_the_program(tmp_path: Path) -> None:
@@ -291,5 +292,5 @@ def test_help_and_checks_load_no_engine(tmp_path: Path) -> None:
         "print(sorted({'trio', 'zmq', 'quart', 'tokenizers', 'structlog'} & sys.modules.keys()))"
     )
     command = [sys.executable, "-c", script, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

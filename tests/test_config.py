@@ -21,6 +21,7 @@ from smgd.config.keys import FLAGS, MODEL, all_keys, keys_of, tables
 from smgd.config.load import contradictions, convert, override, parse
 from smgd.config.reference import docs, example
 from smgd.errors import ConfigError
+from tests.support import PATIENCE
 
 ROOT = Path(package.__file__).parents[2]
 URL = "ipc:///tmp/smg-zmq/engine-0"
@@ -474,5 +475,5 @@ def test_the_committed_file_is_the_generated_one(file: str, generate: Any) -> No
 
 def test_the_module_prints_what_is_generated() -> None:
     command = [sys.executable, "-m", "smgd.config", "example"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout == example()

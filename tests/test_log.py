@@ -22,6 +22,7 @@ import structlog
 from smgd import log as log_module
 from smgd.config import LogConfig
 from smgd.log import LEVELS, configure, set_level
+from tests.support import PATIENCE
 
 
 class Stream(io.TextIOWrapper):
@@ -277,7 +278,7 @@ def test_a_terminal_that_nobody_reads_stops_nobody(size: int) -> None:
             log.info("stalled", text="x" * size)
         os.set_blocking(reader, False)
         read, events = b"", list[str]()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while "read again" not in events:  # the kernel moves what is written when it likes
             assert time.monotonic() < deadline
             with contextlib.suppress(BlockingIOError):

@@ -229,11 +229,11 @@ class StockH2(H2Protocol):
 
 def _readable(headers: Any) -> bool:
     """Tell whether a request is one of HTTP's whose head Hypercorn and Quart can read."""
-    found = {name: value for name, value in headers if name in (b":method", b":path")}
+    found: dict[bytes, bytes] = dict(headers)
     method, path = found.get(b":method", b""), found.get(b":path", b"")
     if method.upper() == b"CONNECT" or not (method.isascii() and path.isascii()):
         return False
-    return path.startswith(b"/") or (path == b"*" and method == b"OPTIONS")
+    return path.startswith(b"/") or (method, path) == (b"OPTIONS", b"*")
 
 
 class Link(Protocol):

@@ -15,6 +15,7 @@ import trio
 from smgd.admin import cli
 from tests.flows.conftest import build, start
 from tests.flows.house import House
+from tests.support import PATIENCE
 
 __all__ = ["build", "start"]
 
@@ -45,7 +46,7 @@ async def raw(path: str, *lines: bytes) -> list[Any]:
         await stream.send_all(b"".join(line + b"\n" for line in lines))
         await stream.send_eof()
         data = b""
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             async for chunk in stream:
                 data += chunk
     return [msgspec.json.decode(line) for line in data.splitlines()]

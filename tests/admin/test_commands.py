@@ -19,6 +19,7 @@ from smgd.wire.fnv import handshake_port
 from tests.admin.conftest import Ctl, raw, socket_of
 from tests.flows.conftest import Build, Start
 from tests.flows.house import House, LocalEngine, until
+from tests.support import PATIENCE
 
 ENDLESS = {"contains": "endless", "token_ids": [300] * 8000}
 PACE = ("--itl-ms", "5")
@@ -340,7 +341,7 @@ async def test_drain_is_a_stop_in_order(
     signal.raise_signal(signal.SIGTERM)
     [running] = (await ctl("requests", "--json")).json
     assert (await ctl("abort", running["id"])).code == 0
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         await call.read()
         await house.stopped.wait()
     assert call.frames[-1]["error"]["code"] == "request_aborted"

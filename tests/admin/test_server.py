@@ -21,7 +21,7 @@ from smgd.admin.server import Run, opened, serve, socket_path
 from smgd.config import AdminConfig
 from smgd.errors import ConfigError
 from tests.admin.conftest import raw
-from tests.support import unmeasured
+from tests.support import PATIENCE, unmeasured
 
 
 def echo(request: Request, peer: Peer) -> Answer:
@@ -164,7 +164,7 @@ async def test_a_line_without_end(tmp_path: Path) -> None:
     async with served(path):
         stream = await trio.open_unix_socket(str(path))
         async with stream:
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE):
                 await stream.send_all(b"x" * (MAX_REQUEST + 1))
                 answer = b""
                 async for chunk in stream:
@@ -232,7 +232,7 @@ async def ask_as(
     if os.geteuid() != 0:
         pytest.skip("only root may become somebody else")
     command = [sys.executable, "-c", program, groups, str(path)]
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         return await trio.run_process(
             command, check=False, capture_stdout=True, capture_stderr=True, env=unmeasured()
         )

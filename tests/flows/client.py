@@ -15,6 +15,8 @@ import msgspec
 import trio
 from openai import OpenAI
 
+from tests.support import PATIENCE
+
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
@@ -179,7 +181,7 @@ async def sdk(port: int, use: Callable[[OpenAI], T]) -> T:
 
     def run() -> T:
         url = f"http://{HOST}:{port}/v1"
-        with OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=10) as client:
+        with OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=PATIENCE) as client:
             return use(client)
 
     return await trio.to_thread.run_sync(run)

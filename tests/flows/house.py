@@ -33,12 +33,11 @@ from smgd.daemon import Daemon, Ports
 from smgd.sim import cli as sim
 from smgd.wire.fnv import handshake_port
 from tests.flows.client import HOST, Call, chat_body, dial, fetch, post
+from tests.support import PATIENCE
 
 # The flows hold on both paths; `make test-stock` runs them on the other one.
 HTTP_PATH = os.environ.get("SMGD_TEST_HTTP_PATH", "fast")
 
-# Seconds; what takes longer is broken.
-PATIENCE = 10.0
 # Engines that leave do not take vLLM's 4 s over it.
 _QUICK_EXIT = ("--exit-delay-ms", "50")
 

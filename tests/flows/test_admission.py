@@ -11,6 +11,7 @@ import trio
 from tests.flows.client import CHAT, Call, chat_body, head
 from tests.flows.conftest import Start
 from tests.flows.house import House, until
+from tests.support import PATIENCE
 from tests.web.test_conformance import Http2
 
 # Ids to 8000 tokens at 5 ms: still running whenever a test looks.
@@ -88,7 +89,7 @@ async def test_the_body_of_a_request_that_waits_is_not_read(start: Start, http_p
         for _ in range(size // 65536):
             await stream.send_all(b"x" * 65536)
             sent += 65536
-    assert counts(house) == (1, 1)
+    await until(lambda: counts(house) == (1, 1))
     assert sent < size
     await call.close()
     await stream.aclose()
@@ -110,7 +111,7 @@ async def test_a_waiting_stream_of_http2_holds_up_no_other(start: Start, http_pa
     house = await limited(start, http_path, 1, 5)
     body = chat_body("endless", stream=True, max_tokens=200)
     large = chat_body("x" * 400_000, max_tokens=1)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with Http2(await house.dial()) as client:
             running = await post_h2(client, body, length=len(body))
             await client.until(lambda: running in client.bodies)
@@ -176,7 +177,7 @@ async def test_handing_over_and_leaving_at_the_same_time(start: Start, http_path
             else:
                 await call.close()
 
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             for _ in range(15):
                 nursery.start_soon(client)

@@ -16,6 +16,7 @@ from smgd.api.fields import HARMLESS
 from tests.flows.client import CHAT, HOST, Call, head, post
 from tests.flows.conftest import Start
 from tests.flows.house import House, until
+from tests.support import PATIENCE
 
 # Small enough that an answer without a limit takes no time.
 CONTEXT = 128
@@ -127,7 +128,7 @@ ALLOWED = {200, 400, 404, 503}
 
 def check_bodies(house: House, path: str, examples: int) -> None:
     """Send generated bodies over one connection; the engine is well after each of them."""
-    connection = http.client.HTTPConnection(HOST, house.port, timeout=10)
+    connection = http.client.HTTPConnection(HOST, house.port, timeout=PATIENCE)
     statuses: dict[int, int] = {}
 
     @settings(

@@ -14,11 +14,12 @@ import trio
 from smgd.wire.fnv import handshake_port
 from tests.flows.client import HOST
 from tests.flows.house import short_directory, start_program
+from tests.support import PATIENCE
 
 SMGD = (sys.executable, "-m", "smgd.cli")
 
 
-async def run(*arguments: str, seconds: float = 20) -> subprocess.CompletedProcess[bytes]:
+async def run(*arguments: str, seconds: float = PATIENCE) -> subprocess.CompletedProcess[bytes]:
     with trio.fail_after(seconds):
         return await trio.run_process(
             [*SMGD, *arguments], capture_stdout=True, capture_stderr=True, check=False
@@ -46,7 +47,7 @@ async def test_ctrl_c_in_the_middle_of_the_demo_ends_what_it_started(
     output = b""
     assert process.stdout is not None
     async with process.stdout:
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             while b"\n> " not in output:
                 more = await process.stdout.receive_some()
                 assert more, output
@@ -100,7 +101,7 @@ async def test_a_handshake_port_in_use_is_named() -> None:
 
 
 async def test_the_engine_alone_says_what_is_wrong() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         result = await trio.run_process(
             [sys.executable, "-m", "smgd.sim.cli", "--handshake", "nonsense"],
             capture_stderr=True,

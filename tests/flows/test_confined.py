@@ -13,8 +13,9 @@ import trio
 
 from tests.flows import confine
 from tests.flows.conftest import Build
-from tests.flows.house import PATIENCE, start_program, until
+from tests.flows.house import start_program, until
 from tests.flows.test_stopping import Program
+from tests.support import PATIENCE
 
 UNIT = Path(__file__).parents[2] / "systemd" / "smgd.service"
 

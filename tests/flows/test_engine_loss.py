@@ -13,6 +13,7 @@ import trio
 from tests.flows.client import Call, fetch
 from tests.flows.conftest import Build, Start
 from tests.flows.house import House, start_program, until
+from tests.support import PATIENCE
 
 ENDLESS = {"contains": "endless", "token_ids": [300] * 8000}
 PATIENT = {"contains": "patience", "text": "At last.", "delay_ms": 600_000}
@@ -31,7 +32,7 @@ async def calls_in_flight(house: House) -> list[Call]:
 
 async def assert_failed(calls: list[Call]) -> None:
     """All were told at once: with a real status where that was possible."""
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         for call in calls:
             await call.read()
     begun, *others = calls
@@ -160,7 +161,7 @@ async def test_an_engine_that_hangs_is_given_up_after_silence(start: Start) -> N
     begun = await house.call("endless", stream=True)
     await begun.read("content")
     final = await house.call("last words", stream=True)
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         await begun.read()
         await final.read()
     for call in (begun, final):
@@ -176,7 +177,7 @@ async def test_an_engine_that_hangs_is_given_up_after_silence(start: Start) -> N
 async def test_an_engine_that_lives_but_does_not_work_is_given_up_as_well(start: Start) -> None:
     house = await start(*PACE, timeouts={"silence": 0.4, "heartbeat": 2}, replies=[PATIENT])
     call = await house.call("patience", stream=True)
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         await call.read()
     assert (call.status, call.error["code"]) == (503, "engine_lost")
     assert "no output for" in call.error["message"]
@@ -201,7 +202,7 @@ async def test_a_frozen_engine_that_thaws_is_served_again(build: Build) -> None:
     call = await house.call("endless", stream=True)
     await call.read("content")
     process.send_signal(signal.SIGSTOP)
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         await call.read()
     assert call.error["code"] == "engine_lost"
     assert (await house.readiness())[0] == 503
@@ -255,7 +256,7 @@ async def test_a_second_daemon_on_the_same_path_is_refused_by_name(
          "--model-path", "smgd-sim", "--port", "0", "--prometheus-port", "0"],
         lines.append,
     )  # fmt: skip
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         await process.wait()
     assert process.returncode == 1
     await until(lambda: any("smgd failed" in line for line in lines))
@@ -342,7 +343,7 @@ async def test_streams_go_on_with_the_other_worker(start: Start) -> None:
         await call.read("content")
     await until(lambda: house.active == 5)
     await house.engines[0].kill()
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         for call in calls:
             await call.read()
     for call in calls[:4]:
@@ -366,7 +367,7 @@ async def test_without_migration_the_other_worker_is_not_disturbed(start: Start)
     for call in calls:
         await call.read("content")
     await house.engines[0].kill()
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         for call in calls:
             await call.read()
     lost = [call for call in calls if call.error is not None]

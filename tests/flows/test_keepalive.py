@@ -13,6 +13,7 @@ from smgd.web.h1 import FastExchange
 from tests.flows.client import COMMENT, chat_body, post
 from tests.flows.conftest import Start
 from tests.flows.house import HTTP_PATH, until
+from tests.support import PATIENCE
 
 SERVER = {"sse_keepalive": 0.1}
 
@@ -40,7 +41,7 @@ async def test_the_head_does_not_wait_for_the_first_token_for_ever(start: Start)
     never = {"contains": "never", "text": "?", "delay_ms": 600_000}
     house = await start(server=SERVER, replies=[never])
     call = await house.call("never", stream=True)
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         await call.read(COMMENT)
     assert call.status == 200
     assert set(call.blocks) == {COMMENT}
@@ -86,7 +87,7 @@ async def test_the_end_of_a_stream_is_one_write(
     options = {"include_usage": True}
     await stream.send_all(post(chat_body("x", stream=True, max_tokens=4, stream_options=options)))
     pieces: list[bytes] = []
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         while not pieces or b"[DONE]" not in pieces[-1]:
             pieces.append(bytes(await stream.receive_some()))
     name, data = writes[-1]

@@ -16,6 +16,7 @@ from smgd.dispatch import Generation, Sequence
 from tests.flows.client import CHAT, Call, chat_body, post
 from tests.flows.conftest import Build, Start
 from tests.flows.house import HTTP_PATH, until
+from tests.support import PATIENCE
 
 ENDLESS = {"contains": "endless", "token_ids": [300] * 100_000}
 
@@ -87,7 +88,7 @@ async def test_a_client_of_http_1_0_gets_its_stream_to_the_end_of_the_connection
     body = chat_body("the sea", stream=True, max_tokens=9)
     await stream.send_all(post(body).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
     data = b""
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         while more := await stream.receive_some():
             data += more
     head, _, events = data.partition(b"\r\n\r\n")
@@ -116,13 +117,13 @@ async def test_an_error_reaches_a_stalled_reader_behind_its_tokens(start: Start)
     )
     await call.read('"index":7')
     sizes = [0, 1]
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while sizes[-1] != sizes[-2]:  # until the kernel takes no more for this client
             await trio.sleep(0.1)
             sizes.append(unread(call))
     await house.engines[0].kill()
     await until(lambda: house.active == 0)
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         await call.read()
     assert call.done
     assert call.error["code"] == "engine_lost"

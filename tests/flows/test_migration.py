@@ -14,10 +14,13 @@ from tests.flows.client import Call
 from tests.flows.conftest import Build
 from tests.flows.house import House, short_directory, start_program, until
 from tests.flows.town import Town
+from tests.support import PATIENCE
 
 STREAMS = 100
 # Slow enough that all have begun long before the first is done.
 PACE = ("--itl-ms", "30")
+# What is to end in the middle is not done before, though the machine stands still for seconds.
+DOOMED = ("--itl-ms", "200")
 LONG: dict[str, Any] = {
     "temperature": 0.0,
     "max_tokens": 60,
@@ -30,7 +33,8 @@ LONG: dict[str, Any] = {
 async def two_workers(build: Build, **tables: Any) -> tuple[House, list[trio.Process]]:
     house = build(workers=2, **tables)
     await house.open()
-    engines = [await house.start_process(*PACE, worker=worker) for worker in range(2)]
+    paces = (DOOMED, PACE)
+    engines = [await house.start_process(*paces[worker], worker=worker) for worker in range(2)]
     await house.ready(2)
     return house, engines
 
@@ -44,7 +48,7 @@ async def read_all(calls: list[Call]) -> None:
 async def run_streams(house: House, engine: trio.Process | None, number: int) -> list[Call]:
     """Run a hundred streams; send a signal to an engine when all have begun."""
     calls = [await house.call(f"story {index}", **LONG) for index in range(STREAMS)]
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         for call in calls:
             await call.read("content")
     if engine is not None:
@@ -57,9 +61,14 @@ async def run_streams(house: House, engine: trio.Process | None, number: int) ->
 async def test_a_hundred_streams_and_the_end_of_an_engine(
     build: Build, number: signal.Signals
 ) -> None:
-    house, engines = await two_workers(build)
+    house = build(workers=2, routing={"policy": "round_robin"})
+    await house.open()
+    await house.start_process(*PACE, worker=1)
+    await house.ready(1)
     undisturbed = await run_streams(house, None, 0)
-    calls = await run_streams(house, engines[0], number)
+    engine = await house.start_process(*DOOMED)
+    await house.ready(2)
+    calls = await run_streams(house, engine, number)
     migrated = len(house.logged("stream migrated"))
     assert migrated == STREAMS // 2
     for call, expected in zip(calls, undisturbed, strict=True):
@@ -134,7 +143,8 @@ async def town(nursery: trio.Nursery) -> AsyncIterator[Town]:
 async def group(town: Town, *flags: str) -> list[trio.Process]:
     """Start smgd with two engines in processes of their own behind one worker."""
     await town.start_smgd("--zmq-engine-count", "2", *flags)
-    engines = [await town.start_engine("--engine-index", str(i), *PACE) for i in range(2)]
+    paces = (PACE, DOOMED)
+    engines = [await town.start_engine("--engine-index", str(i), *paces[i]) for i in range(2)]
     await town.ready()
     return engines
 
@@ -157,14 +167,14 @@ async def test_a_rank_takes_over_what_another_has_lost(town: Town) -> None:
     assert await town.metric("smg_engine_ready", dp_rank="0") == 1
     assert await town.metric("smg_engine_ready", dp_rank="1") == 0
     await town.start_engine("--engine-index", "1")
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while await town.metric("smg_engine_ready", dp_rank="1") == 0:  # noqa: ASYNC110
             await trio.sleep(0.01)
 
 
 async def test_ranks_of_one_process_go_together_and_come_back_together(town: Town) -> None:
     await town.start_smgd("--zmq-engine-count", "2")
-    parent = await town.start_engine("--data-parallel-size", "2", *PACE)
+    parent = await town.start_engine("--data-parallel-size", "2", *DOOMED)
     await town.ready()
     calls = [await town.ask("the sea", **LONG) for _ in range(4)]
     for call in calls:
@@ -199,11 +209,12 @@ async def test_a_frozen_engine_is_noticed_and_gets_nothing_once_it_was_replaced(
     house = build(workers=2, timeouts={"heartbeat": 1.0}, routing={"policy": "round_robin"})
     await house.open()
     heard: list[str] = []
-    command = [sys.executable, "-m", "smgd.sim.cli", *house.engine_flags(*PACE)]
-    frozen = await start_program(nursery, command, heard.append)
     await house.start_process(*PACE, worker=1)
-    await house.ready(2)
+    await house.ready(1)
     alone = await house.ask("the sea", **LONG)
+    command = [sys.executable, "-m", "smgd.sim.cli", *house.engine_flags(*DOOMED)]
+    frozen = await start_program(nursery, command, heard.append)
+    await house.ready(2)
     calls = [await house.call("the sea", **LONG) for _ in range(4)]
     for call in calls:
         await call.read("content")

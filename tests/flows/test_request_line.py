@@ -8,6 +8,7 @@ import trio
 from tests.flows.client import CHAT, Call, chat_body, head, post
 from tests.flows.conftest import Start
 from tests.flows.house import House, until
+from tests.support import PATIENCE
 
 ENDLESS = {"contains": "endless", "token_ids": [300] * 8000}
 
@@ -15,7 +16,7 @@ ENDLESS = {"contains": "endless", "token_ids": [300] * 8000}
 async def ask(house: House, path: str, method: str = "GET") -> Call:
     stream = await house.dial()
     await stream.send_all(head(path, method=method))
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         return await Call(stream).read()
 
 
@@ -27,7 +28,7 @@ async def test_it_has_the_ids_of_all_three_and_where_the_client_is(start: Start)
         b"\r\n", b"\r\nX-Request-ID: mine-42\r\n", 1
     )
     await stream.send_all(named)
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         second = await Call(stream).read()
     own, theirs = await house.requests()
     assert own["request_id"] == answer.json["id"]

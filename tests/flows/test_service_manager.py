@@ -20,7 +20,8 @@ from smgd.admin.commands import Reloaded
 from smgd.systemd import Notifier, ServiceManager
 from tests.flows.client import HOST, chat_body, dial, fetch, head, post
 from tests.flows.conftest import Build
-from tests.flows.house import PATIENCE, House, until
+from tests.flows.house import House, until
+from tests.support import PATIENCE
 
 
 class Heard:

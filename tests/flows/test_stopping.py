@@ -12,7 +12,8 @@ import trio
 
 from tests.flows.client import HOST, Call, chat_body, dial, fetch, post
 from tests.flows.conftest import Build, Start
-from tests.flows.house import PATIENCE, House, start_program, until
+from tests.flows.house import House, start_program, until
+from tests.support import PATIENCE
 
 ENDLESS = {"contains": "endless", "token_ids": [300] * 8000}
 DRAINING = {"status": "not ready", "reason": "draining"}
@@ -159,11 +160,12 @@ async def house(build: Build) -> House:
 
 
 async def test_sigterm(house: House, nursery: trio.Nursery) -> None:
-    program = await run_program(house, nursery, "drain_window = 1.0\nshutdown_grace = 0.4")
+    program = await run_program(house, nursery, "drain_window = 8\nshutdown_grace = 0.4")
     short = await program.call("endless", stream=True, max_tokens=100)
-    long = await program.call("endless", stream=True)
+    long = await program.call("endless", stream=True, max_tokens=8000)
     for call in (short, long):
         await call.read("content")
+    nursery.start_soon(long.read)  # or smgd would have to wait for it
     program.process.send_signal(signal.SIGTERM)
     await until(lambda: program.logged("draining"))
     answer = await fetch(program.port, "/readiness")
@@ -172,7 +174,7 @@ async def test_sigterm(house: House, nursery: trio.Nursery) -> None:
     assert short.done
     assert await program.wait() == 0
     assert await refused(program.port)
-    await long.read()
+    await until(lambda: long.complete or long.cut)
     assert long.error["code"] == "shutting_down"
     assert long.done
     await until(lambda: house.tally.aborts)
@@ -183,7 +185,7 @@ async def test_sigterm(house: House, nursery: trio.Nursery) -> None:
 
 
 async def test_a_second_sigterm_stops_at_once(house: House, nursery: trio.Nursery) -> None:
-    program = await run_program(house, nursery, "drain_window = 60\nshutdown_grace = 60")
+    program = await run_program(house, nursery, "drain_window = 3600\nshutdown_grace = 3600")
     call = await program.call("endless", stream=True)
     await call.read("content")
     program.process.send_signal(signal.SIGTERM)
@@ -201,7 +203,7 @@ async def test_a_second_sigterm_stops_at_once(house: House, nursery: trio.Nurser
 
 
 async def test_sigint_with_nothing_to_do(house: House, nursery: trio.Nursery) -> None:
-    program = await run_program(house, nursery, "drain_window = 0\nshutdown_grace = 60")
+    program = await run_program(house, nursery, "drain_window = 0\nshutdown_grace = 3600")
     program.process.send_signal(signal.SIGINT)
     assert await program.wait() == 0
     house.assert_no_files()

@@ -11,7 +11,8 @@ from typing import Any
 import trio
 
 from tests.flows.client import Call, chat_body, dial, fetch, post
-from tests.flows.house import PATIENCE, Tally, sample, start_program, until
+from tests.flows.house import Tally, sample, start_program, until
+from tests.support import PATIENCE
 
 
 class Town:
@@ -52,7 +53,7 @@ class Town:
             *("--prometheus-port", "0", "--log-json", "true", *flags),
         ]
         self.smgd = await self._start(command, lambda line: log.append(json.loads(line)))
-        await until(lambda: self.logged("smgd listening"), 20)
+        await until(lambda: self.logged("smgd listening"))
 
     async def kill_smgd(self) -> None:
         """End smgd as a crash does."""

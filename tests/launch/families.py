@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import uuid
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PATIENCE = 10.0
+from tests.support import PATIENCE
 
 
 @contextmanager
@@ -28,6 +29,15 @@ def marked() -> Iterator[str]:
 def members(mark: str) -> list[int]:
     """Return the living processes that have a word in their command line."""
     return [pid for pid, line in _command_lines() if mark in line]
+
+
+def heeds_sigterm(pid: int) -> bool:
+    """Tell whether a process lives and does not ignore SIGTERM (yet)."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        [ignored] = re.findall(r"^SigIgn:\s+(\w+)$", status, re.MULTILINE)
+        return not int(ignored, 16) & 1 << (signal.SIGTERM - 1)
+    return False
 
 
 def _command_lines() -> Iterator[tuple[int, str]]:

@@ -13,6 +13,7 @@ import pytest
 
 from smgd.launch import guardian
 from tests.launch.families import marked, members, until
+from tests.support import PATIENCE
 
 PYTHON = (sys.executable, "-I", "-S")
 STUBBORN = (
@@ -29,16 +30,18 @@ def mark() -> Iterator[str]:
         yield word
 
 
-def start(*command: str, grace: float = 10, parent: int | None = None) -> Popen:
+def start(*command: str, grace: float = 2 * PATIENCE, parent: int | None = None) -> Popen:
     parent = os.getpid() if parent is None else parent
     arguments = [*PYTHON, guardian.__file__, str(grace), str(parent), *command]
     pipe = subprocess.PIPE
     return subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
-def run(*command: str, grace: float = 10, parent: int | None = None) -> tuple[int, str, str]:
+def run(
+    *command: str, grace: float = 2 * PATIENCE, parent: int | None = None
+) -> tuple[int, str, str]:
     with start(*command, grace=grace, parent=parent) as process:
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 
@@ -86,7 +89,7 @@ def test_a_command_starts_with_clean_signals_and_no_descriptor_of_ours() -> None
     )
     os.close(write)
     with process, os.fdopen(read, "rb") as pipe:
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=PATIENCE)
         assert pipe.read() == b""
     blocked, ignored, descriptors = out.splitlines()
     assert int(blocked.split()[1], 16) == 0
@@ -118,7 +121,7 @@ def test_told_to_end_it_ends_the_command(mark: str, number: signal.Signals) -> N
     with start(*sleeper(mark)) as process:
         wait_up(process)
         process.send_signal(number)
-        assert process.wait(10) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
     assert members(mark) == []
 
 
@@ -126,7 +129,7 @@ def test_who_does_not_heed_sigterm_is_killed_after_the_grace(mark: str) -> None:
     with start(*PYTHON, "-c", STUBBORN, mark, grace=0.1) as process:
         wait_up(process)
         process.terminate()
-        assert process.wait(10) == 128 + signal.SIGKILL
+        assert process.wait(PATIENCE) == 128 + signal.SIGKILL
     assert members(mark) == []
 
 
@@ -135,17 +138,18 @@ def test_a_command_may_end_in_its_own_way_within_the_grace() -> None:
     with start("sh", "-c", script) as process:
         wait_up(process)
         process.terminate()
-        out, _ = process.communicate(timeout=10)
+        out, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (9, "bye\n")
 
 
 def test_all_of_the_family_is_told_to_end_not_only_its_first_process() -> None:
     child = "(trap 'echo bye; exit' TERM; echo up; while :; do sleep 0.01; done)"
-    with start("sh", "-c", f"trap : TERM; {child} & while :; do sleep 0.01; done", grace=0.5) as p:
-        wait_up(p)
-        p.terminate()
-        out, _ = p.communicate(timeout=10)
-    assert (p.returncode, out) == (137, "bye\n")
+    first = f"trap : TERM; {child} & while kill -0 $! 2>&-; do wait $!; done; exit 9"
+    with start("sh", "-c", first) as process:
+        wait_up(process)
+        process.terminate()
+        out, _ = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (9, "bye\n")
 
 
 # ------------------------------------------------------------------------------- who dies first
@@ -188,7 +192,7 @@ def test_when_the_guardian_is_killed_the_engine_is_told_to_end(mark: str) -> Non
     with start(*sleeper(mark)) as process:
         wait_up(process)
         process.kill()
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(PATIENCE) == -signal.SIGKILL
     until(lambda: members(mark) == [])
 
 

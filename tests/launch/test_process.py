@@ -21,8 +21,8 @@ import trio
 from smgd.launch.plan import EngineSpec
 from smgd.launch.process import EngineProcess, GuardedPrograms
 from smgd.launch.records import began
-from tests.launch.families import PATIENCE, marked, members, until
-from tests.support import MEASURING
+from tests.launch.families import heeds_sigterm, marked, members, until
+from tests.support import MEASURING, PATIENCE
 
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
 SLEEP = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)")
@@ -384,7 +384,7 @@ async def test_processes_without_the_mark_are_found_by_their_session(
     spec = spec_of(tmp_path, "sh", "-c", script, "sh", *CLEARED, mark)
     process = programs(keep=True).start(spec)
     until(lambda: len(members(mark)) == 3)
-    await trio.sleep(0.2)  # until SIGTERM is ignored
+    until(lambda: not any(map(heeds_sigterm, {*members(mark)} - {process.pid})))
     await killed(process, grace=0.3)
     until(lambda: len(members(mark)) == 1)
     assert members(f"{mark}-outside") != []  # who has left the session, too, is not known
@@ -394,7 +394,7 @@ async def test_the_next_smgd_ends_what_has_no_mark_by_the_record(mark: str, tmp_
     spec = spec_of(tmp_path, *CLEARED, mark)
     process = programs(keep=True).start(spec)
     until(lambda: len(members(mark)) == 2)
-    await trio.sleep(0.2)  # until SIGTERM is ignored
+    until(lambda: not any(map(heeds_sigterm, {*members(mark)} - {process.pid})))
     os.kill(process.pid, signal.SIGKILL)
     until(lambda: began(process.pid) == 0)
     assert len(members(mark)) == 1

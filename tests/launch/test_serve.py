@@ -29,7 +29,8 @@ from tests.admin.conftest import raw
 from tests.flows.client import HOST, fetch
 from tests.flows.house import House, short_directory
 from tests.flows.house import until as until_async
-from tests.launch.families import PATIENCE, marked, members, until
+from tests.launch.families import marked, members, until
+from tests.support import PATIENCE
 
 Build = Callable[..., House]
 
@@ -301,9 +302,11 @@ async def test_an_engine_ends_with_its_worker_and_who_asks_for_a_reload_brings_b
 
 
 async def test_a_reload_while_an_engine_is_being_ended_waits_for_its_end(
-    build: Build, place: Place
+    build: Build, place: Place, tmp_path: Path
 ) -> None:
-    stubborn = "trap '' TERM; \"$@\" & while kill -0 $! 2>/dev/null; do sleep 0.02; done; sleep 0.7"
+    may_end = tmp_path / "may-end"
+    lives = f"kill -0 $! 2>/dev/null || ! test -e {may_end}"
+    stubborn = f"trap '' TERM; \"$@\" & while {lives}; do sleep 0.02; done"
     command = ["sh", "-c", stubborn, "sh", sys.executable, "-m", "smgd.sim.cli"]
     dials = ["--handshake", "{handshake_address}", "--model-path", "{model}"]
     house = build(workers=0, **tables(place, command=[*command, *dials]))
@@ -325,6 +328,7 @@ async def test_a_reload_while_an_engine_is_being_ended_waits_for_its_end(
     await trio.sleep(0.3)
     assert (engine.life.pid, engine.life.state) == (before, "running")
     assert daemon.registry.workers == {}
+    may_end.touch()
     await house.ready(1)
     assert engine.life.pid != before
     assert (engine.life.starts, engine.life.restarts) == (2, 0)
@@ -500,7 +504,12 @@ def test_under_systemd_engines_cannot_be_kept(
     monkeypatch.setenv("INVOCATION_ID", "0123")
     command = [sys.executable, "-m", "smgd.cli", "serve", "--backend", "sim", "--keep-engines"]
     done = subprocess.run(
-        command, start_new_session=True, capture_output=True, text=True, timeout=30, check=False
+        command,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("smgd: launch.keep_engines: --keep-engines (launch.keep_engine")

@@ -15,8 +15,7 @@ import trio
 from smgd.engine.transport import PeerEvent
 from smgd.engine.zmqio import ZmqContext, ZmqMonitor, ZmqSocket
 from smgd.sim.wire import identity
-
-TIMEOUT = 10.0  # seconds; nothing here takes a tenth of it
+from tests.support import PATIENCE
 
 _pack = msgspec.msgpack.encode
 _decoder = msgspec.msgpack.Decoder()
@@ -43,7 +42,7 @@ class FrontEnd(AbstractContextManager["FrontEnd"]):
         """Listen no more; libzmq does it in the background, and an engine must not slip in."""
         self.handshake.close()
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
-        with trio.fail_after(TIMEOUT), suppress(OSError):
+        with trio.fail_after(PATIENCE), suppress(OSError):
             while True:
                 await (await trio.open_tcp_stream(host, int(port))).aclose()
 
@@ -75,7 +74,7 @@ class FrontEnd(AbstractContextManager["FrontEnd"]):
     async def greet(self, engines: int = 1) -> dict[bytes, dict[str, Any]]:
         """Do the handshake with so many engines; return their registrations by identity."""
         registrations: dict[bytes, dict[str, Any]] = {}
-        with trio.fail_after(TIMEOUT):
+        with trio.fail_after(PATIENCE):
             for _ in range(2 * engines):
                 ((peer, payload),) = await self.handshake.recv_batch(1)
                 if _decoder.decode(payload)["status"] == "HELLO":
@@ -123,7 +122,7 @@ class FrontEnd(AbstractContextManager["FrontEnd"]):
 
     async def receive_frames(self, client: int = 0) -> list[bytes]:
         """Return the next message as it is."""
-        with trio.fail_after(TIMEOUT):
+        with trio.fail_after(PATIENCE):
             (frames,) = await self.outputs[client].recv_batch(1)
         return frames
 
@@ -159,7 +158,7 @@ class Collected:
 
 async def wait_disconnected(monitor: ZmqMonitor) -> float:
     """Wait until a connection has ended; return when."""
-    with trio.fail_after(TIMEOUT):
+    with trio.fail_after(PATIENCE):
         while not any(_has_ended(event) for event in await monitor.recv()):
             pass
     return trio.current_time()

@@ -13,7 +13,8 @@ import trio
 
 from smgd.sim.cli import build_parser, main
 from smgd.text.tokenizer import Tokenizer
-from tests.sim.frontend import TIMEOUT, FrontEnd
+from tests.sim.frontend import FrontEnd
+from tests.support import PATIENCE
 
 Start: TypeAlias = Callable[..., AbstractAsyncContextManager[trio.Process]]
 
@@ -41,20 +42,20 @@ def start(front_end: FrontEnd) -> Start:
             process.kill()
             assert process.stderr is not None
             await process.stderr.aclose()
-            with trio.fail_after(TIMEOUT):
+            with trio.fail_after(PATIENCE):
                 await process.wait()
 
     return started
 
 
 async def exit_status(process: trio.Process) -> int:
-    with trio.fail_after(TIMEOUT):
+    with trio.fail_after(PATIENCE):
         return await process.wait()
 
 
 async def read_log(process: trio.Process) -> str:
     assert process.stderr is not None
-    with trio.fail_after(TIMEOUT):
+    with trio.fail_after(PATIENCE):
         return b"".join([chunk async for chunk in process.stderr]).decode()
 
 

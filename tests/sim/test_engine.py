@@ -23,7 +23,8 @@ from smgd.sim.poison import Limits
 from smgd.sim.replies import Reply
 from smgd.sim.scheduler import Options, Scheduler
 from smgd.sim.wire import LAYOUTS, encode_registration
-from tests.sim.frontend import TIMEOUT, FrontEnd, wait_disconnected
+from tests.sim.frontend import FrontEnd, wait_disconnected
+from tests.support import PATIENCE
 
 LAYOUT = LAYOUTS["0.32.0"]
 PROMPT = [7, 8, 9]
@@ -78,7 +79,7 @@ async def running(*engines: Engine) -> AsyncIterator[Lives]:
     async with trio.open_nursery() as nursery:
         for engine in engines:
             nursery.start_soon(lives.live, engine)
-        with trio.fail_after(TIMEOUT):
+        with trio.fail_after(PATIENCE):
             yield lives
         nursery.cancel_scope.cancel()
 
@@ -133,7 +134,7 @@ async def test_an_abort_ends_a_stream(front_end: FrontEnd, build: Build) -> None
 async def test_a_front_end_that_comes_back_gets_what_it_missed(
     front_end: FrontEnd, build: Build
 ) -> None:
-    async with running(build(pace=Pace(itl=0.005))):
+    async with running(build(pace=Pace(itl=0.03))):
         await front_end.greet()
         await front_end.add("a", PROMPT, max_tokens=40)
         before = [token for o in (await front_end.receive())[1] for token in o[1]]
@@ -159,7 +160,7 @@ async def _call_when_connected(front_end: FrontEnd, method: str) -> list[Any]:
 
 
 async def test_a_deadly_request(front_end: FrontEnd, build: Build) -> None:
-    async with running(build()) as lives:
+    async with running(build(life={"exit_delay": 1.0})) as lives:
         await front_end.greet()
         await front_end.add("a", [])
 
@@ -170,7 +171,7 @@ async def test_a_deadly_request(front_end: FrontEnd, build: Build) -> None:
         statuses = await lives.ended()
 
     assert statuses == [EXIT_FAILED]
-    assert input_ended - output_ended > 0.1
+    assert input_ended - output_ended > 0.5
 
 
 async def add_for_ever(front_end: FrontEnd) -> None:
@@ -190,7 +191,7 @@ async def test_an_undecodable_request_ends_the_input_alone(
 
         result = (await front_end.collect("a"))["a"]
         # The monitor hears of it from libzmq's thread, sometimes before the socket does.
-        with trio.fail_after(TIMEOUT), pytest.raises(PeerGoneError):
+        with trio.fail_after(PATIENCE), pytest.raises(PeerGoneError):
             await add_for_ever(front_end)
 
         assert result.finish == 1
@@ -277,7 +278,7 @@ async def test_an_address_of_no_use(build: Build) -> None:
 async def test_the_end_of_one_engine_is_the_end_of_all(front_end: FrontEnd, build: Build) -> None:
     async with trio.open_nursery() as nursery:
         status = await nursery.start(_run_all, [build(0), build(1)])
-        with trio.fail_after(TIMEOUT):
+        with trio.fail_after(PATIENCE):
             registrations = await front_end.greet(2)
             await front_end.add("a", [], rank=1)
 

@@ -23,6 +23,7 @@ from smgd.text.stage import (
     _goes,
 )
 from smgd.text.tokenizer import Tokenizer
+from tests.support import PATIENCE
 from tests.text.make_model import make_backend, write_model
 from tests.text.test_words import make as make_words
 
@@ -246,8 +247,8 @@ async def test_loading_does_not_keep_prompts_waiting(tokenizer: Tokenizer) -> No
     release = threading.Event()
     async with trio.open_nursery() as nursery:
         for _ in range(3):
-            nursery.start_soon(stage.load, lambda: release.wait(10))
+            nursery.start_soon(stage.load, lambda: release.wait(2 * PATIENCE))
         await trio.testing.wait_all_tasks_blocked()
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             assert await stage.encode(tokenizer, "ab") == [256]
         release.set()

@@ -1,11 +1,13 @@
 """A server on the loopback for every test that wants one, and a client that speaks in bytes.
 
-Rules: port 0; real sockets and the real clock, so all limits are fractions of a second and every
-test has an absolute deadline; both HTTP paths run the same tests (`http_path`).
+Rules: port 0; real sockets; both HTTP paths run the same tests (`http_path`). No limit is reached
+by accident, however slow the machine is: a test sets the one that it is about. If its verdict
+depends on when that is reached, it has a clock that stands still (`mock_clock`) and moves it.
 """
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,20 +17,25 @@ from typing import Any, Literal
 import h11
 import msgspec
 import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from smgd.web.connection import Connection
 from smgd.web.exchange import Routes
 from smgd.web.hyper import AsgiApp
 from smgd.web.server import ServerSettings, open_listeners, serve
+from tests.support import PATIENCE, real_deadline
 
-QUICK = ServerSettings(
-    header_timeout=0.3,
-    body_timeout=0.3,
-    keep_alive_timeout=0.3,
-    write_timeout=0.3,
+# Seconds; no test takes so long.
+NEVER = 3600.0
+# But for the grace: a client that has left is told from one that only sends no more by it.
+LIMITS = ServerSettings(
+    header_timeout=NEVER,
+    body_timeout=NEVER,
+    keep_alive_timeout=NEVER,
+    write_timeout=NEVER,
     half_close_grace=0.15,
-    linger_timeout=0.3,
-    shutdown_grace=0.5,
+    linger_timeout=NEVER,
+    shutdown_grace=NEVER,
 )
 
 
@@ -54,6 +61,36 @@ class Server:
             raise
         return trio.SocketStream(sock)
 
+    async def limited(self, seconds: float) -> None:
+        """Wait until every connection has so many seconds left, by a clock that stands still."""
+
+        def are_limited() -> bool:
+            left = [c.expires_at - trio.current_time() for c in self.connections]
+            return bool(left) and all(math.isclose(one, seconds) for one in left)
+
+        await until(are_limited)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until `condition` holds, on any clock."""
+    with real_deadline(PATIENCE):
+        while not condition():
+            await trio.lowlevel.checkpoint()
+
+
+async def elapse(clock: MockClock, seconds: float) -> None:
+    """Let time pass, and what it sets off happen; so does what the kernel still has on its way."""
+    clock.jump(seconds)
+    await wait_all_tasks_blocked(0.001)
+
+
+async def elapse_until(
+    clock: MockClock, condition: Callable[[], object], step: float = 0.01
+) -> None:
+    """Let time pass until `condition` holds, no faster than what it sets off."""
+    while not condition():
+        await elapse(clock, step)
+
 
 @dataclass
 class Answer:
@@ -73,9 +110,7 @@ async def running_server(
     tls: ssl.SSLContext | None = None,
     **limits: Any,
 ) -> AsyncIterator[Server]:
-    if tls is not None:  # a handshake takes milliseconds, or many on a busy machine
-        limits = {"header_timeout": 5.0} | limits
-    settings = msgspec.structs.replace(QUICK, http_path=http_path, **limits)
+    settings = msgspec.structs.replace(LIMITS, http_path=http_path, **limits)
     listeners = await open_listeners("127.0.0.1", 0, settings.backlog)
     server = Server(
         listeners[0].socket.getsockname()[1],
@@ -98,7 +133,7 @@ async def running_server(
             )
         server.done.set()
 
-    with trio.fail_after(10):
+    with real_deadline(3 * PATIENCE):  # longer than what is waited for within
         async with trio.open_nursery() as nursery:
             await nursery.start(run)
             yield server

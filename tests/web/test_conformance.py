@@ -26,12 +26,24 @@ import trustme
 from h2.settings import SettingCodes
 from quart import request as incoming
 from quart_trio import QuartTrio
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from smgd.errors import ApiError
 from smgd.web.exchange import Exchange, Routes
 from smgd.web.protocols import StockH2, StockH11
 from smgd.web.tls import server_context
-from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
+from tests.support import PATIENCE
+from tests.web.servers import (
+    NEVER,
+    Serving,
+    closed,
+    elapse,
+    elapse_until,
+    read_all,
+    read_answer,
+    read_until,
+    request,
+)
 
 HOST = b"Host: test\r\n"
 SMUGGLED = b"POST /smuggled HTTP/1.1\r\nHost: test\r\nContent-Length: 0\r\n\r\n"
@@ -157,7 +169,7 @@ async def test_a_disconnect_behind_a_pipelined_request_cancels(serving: Serving,
         if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         await client.aclose()
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             while not site.cancelled:  # noqa: ASYNC110  (the handler's end has no event)
                 await trio.sleep(0.01)
     assert site.seen == []
@@ -165,7 +177,7 @@ async def test_a_disconnect_behind_a_pipelined_request_cancels(serving: Serving,
 
 async def test_pipelined_requests_and_half_close(serving: Serving) -> None:
     app = Site().app
-    async with serving(app, half_close_grace=5) as server, await server.connect() as client:
+    async with serving(app, half_close_grace=NEVER) as server, await server.connect() as client:
         await client.send_all(request("/echo", body=b"1") + request("/quart", body=b"2"))
         await client.send_eof()
         assert (await read_answer(client)).body == b"echo:1"
@@ -199,7 +211,7 @@ async def test_half_a_request_and_half_close_is_the_end(serving: Serving) -> Non
     async with serving(site.app) as server, await server.connect() as client:
         await client.send_all(request("/echo", "Content-Length: 10") + b"half")
         await client.send_eof()
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             assert await read_all(client) == b""
     assert site.seen == []
 
@@ -264,23 +276,32 @@ async def test_quart_invites_no_body_behind_its_answer(serving: Serving) -> None
                 assert statuses(await read_all(client)) in ([404], [100, 404])
 
 
-async def test_a_body_that_turns_bad_behind_its_answer_does_not_cut_it(serving: Serving) -> None:
+async def test_a_body_that_turns_bad_behind_its_answer_does_not_cut_it(
+    mock_clock: MockClock, serving: Serving
+) -> None:
     head = request("/unknown", "Transfer-Encoding: chunked")
+    done = trio.Event()
     with structlog.testing.capture_logs() as lines:
-        async with serving(Site().app) as server:
-            for pause in [0.0, 0.0005, 0.001, 0.002] * 5:
+        async with (
+            serving(Site().app, linger_timeout=0.3) as server,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(elapse_until, mock_clock, done.is_set)
+            for turns in [0, 3, 10, 30] * 5:
                 async with await server.connect() as client:
                     await client.send_all(head)
-                    await trio.sleep(pause)
+                    for _ in range(turns):
+                        await trio.lowlevel.checkpoint()
                     await client.send_all(b"zz\r\n")
                     assert statuses(await read_all(client)) in ([404], [400])
+            done.set()
     assert [line["event"] for line in lines if line["log_level"] == "error"] == []
 
 
 async def test_what_comes_behind_the_last_request_is_not_kept(serving: Serving) -> None:
     site = Site()
     async with (
-        serving(site.app, half_close_grace=5, body_timeout=5) as server,
+        serving(site.app, half_close_grace=NEVER, shutdown_grace=0.1) as server,
         await server.connect() as client,
     ):
         await client.send_all(request("/wait", "Connection: close", body=b"x"))
@@ -482,7 +503,7 @@ async def test_what_is_endless_beside_a_body_is_refused(
     site = Site()
     head = request(path, "Transfer-Encoding: chunked")
     async with (
-        serving(site.app, body_timeout=60, max_header_bytes=4096) as server,
+        serving(site.app, max_header_bytes=4096) as server,
         await server.connect() as client,
     ):
         await client.send_all(head + b"1\r\n{\r\n" + ENDLESS[name] + b"a" * 200_000)
@@ -498,7 +519,7 @@ async def test_an_answer_before_the_body_is_read(serving: Serving) -> None:
         await client.send_all(request("/refuse", f"Content-Length: {10**7}") + b"x" * 500_000)
         answer = await read_answer(client)
         assert (answer.status, answer.body) == (401, b"no")
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             assert await closed(client)
 
 
@@ -696,7 +717,7 @@ async def test_a_client_that_says_nothing_under_tls_is_cut(
         serving(Site().app, tls=tls, header_timeout=0.3) as server,
         await server.connect() as client,
     ):
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             assert await closed(client)
 
 
@@ -711,6 +732,7 @@ class Http2:
         self.statuses: dict[int, int] = {}
         self.ended: set[int] = set()
         self.resets: dict[int, int] = {}
+        self.pings = 0
         self.acknowledge = True
 
     async def __aenter__(self) -> Http2:
@@ -759,6 +781,15 @@ class Http2:
                 self.ended.add(number)
             case h2.events.StreamReset(stream_id=number, error_code=code):
                 self.resets[number] = code
+            case h2.events.PingAckReceived():
+                self.pings += 1
+
+    async def ping(self) -> None:
+        """Wait until all that was sent is known to the server."""
+        before = self.pings
+        self.connection.ping(b"12345678")
+        await self.flush()
+        await self.until(lambda: self.pings > before)
 
     async def without_window(self) -> None:
         """Take nothing of what is sent from now on."""
@@ -841,7 +872,7 @@ async def test_http2_a_reset_stream_is_cancelled_and_the_others_live(serving: Se
         client.connection.reset_stream(number)
         other = await client.ask("/echo", b"y")
         await client.until(lambda: other in client.ended)
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             while not site.cancelled:  # noqa: ASYNC110  (the handler's end has no event)
                 await trio.sleep(0.01)
 
@@ -856,7 +887,7 @@ async def test_http2_leaving_cancels(serving: Serving, how: str) -> None:
             await site.running.wait()
             if how == "reset":
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             while not site.cancelled:  # noqa: ASYNC110  (the handler's end has no event)
                 await trio.sleep(0.01)
 
@@ -873,7 +904,9 @@ async def test_http2_body_that_comes_after_the_answer_does_no_harm(serving: Serv
         assert client.bodies[other] == b"echo:y"
 
 
-async def test_http2_a_client_that_opens_no_window_is_cancelled(serving: Serving) -> None:
+async def test_http2_a_client_that_opens_no_window_is_cancelled(
+    mock_clock: MockClock, serving: Serving
+) -> None:
     ended = trio.Event()
 
     async def flood(exchange: Exchange) -> None:
@@ -886,12 +919,16 @@ async def test_http2_a_client_that_opens_no_window_is_cancelled(serving: Serving
             ended.set()
 
     app = Routes({("POST", "/"): flood}, Site().app.fallback)
-    async with serving(app) as server, Http2(await server.connect()) as client:
+    async with (
+        serving(app, write_timeout=0.3) as server,
+        Http2(await server.connect()) as client,
+    ):
         client.acknowledge = False
         await client.ask("/", b"x")
-        with trio.fail_after(2):
-            await client.until(lambda: len(client.bodies.get(1, b"")) >= 65535)
-            await ended.wait()
+        await client.until(lambda: len(client.bodies.get(1, b"")) >= 65535)
+        await elapse(mock_clock, 0.29)
+        assert not ended.is_set()
+        await elapse_until(mock_clock, ended.is_set)
 
 
 class Ends:
@@ -938,17 +975,20 @@ class Ends:
 
 
 @pytest.mark.parametrize("way", ["respond", "big", "stream", "give_up", "fail", "quart"])
-async def test_http2_a_cut_stream_is_reset_and_leaves_nothing(serving: Serving, way: str) -> None:
+async def test_http2_a_cut_stream_is_reset_and_leaves_nothing(
+    mock_clock: MockClock, serving: Serving, way: str
+) -> None:
     ends = Ends()
     async with (
-        serving(ends.app, keep_alive_timeout=60) as server,
+        serving(ends.app, write_timeout=0.3) as server,
         Http2(await server.connect()) as client,
+        trio.open_nursery() as nursery,
     ):
         if way not in ("give_up", "fail"):
             await client.without_window()
         cut = [await client.ask(f"/{way}", b"x") for _ in range(3)]
-        with trio.fail_after(3):
-            await client.until(lambda: len(client.resets) == 3)
+        nursery.start_soon(elapse_until, mock_clock, lambda: len(client.resets) == 3)
+        await client.until(lambda: len(client.resets) == 3)
         assert client.resets == dict.fromkeys(cut, h2.errors.ErrorCodes.CANCEL)
         assert client.ended == set()
         assert not any(ends.finished)
@@ -978,18 +1018,21 @@ async def test_http2_who_resets_during_the_last_write_has_not_got_it(serving: Se
 
 
 @pytest.mark.parametrize("how", ["closed", "reset", "stalled"])
-async def test_who_leaves_during_the_last_write_has_not_got_it(serving: Serving, how: str) -> None:
+async def test_who_leaves_during_the_last_write_has_not_got_it(
+    mock_clock: MockClock, serving: Serving, how: str
+) -> None:
     ends = Ends()
-    async with serving(ends.app) as server, await server.connect(4096) as client:
+    async with (
+        serving(ends.app, write_timeout=0.3) as server,
+        await server.connect(4096) as client,
+    ):
         await client.send_all(request("/big", body=b"x"))
         await read_until(client, b"\r\n\r\n")
         if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if how != "stalled":
             await client.aclose()
-        with trio.fail_after(3):
-            while not ends.finished:  # noqa: ASYNC110  (the handler's end has no event)
-                await trio.sleep(0.01)
+        await elapse_until(mock_clock, lambda: ends.finished)
         async with await server.connect() as other:
             await other.send_all(request("/respond", body=b"x"))
             assert (await read_answer(other)).body == b"small"
@@ -1095,44 +1138,57 @@ async def test_http2_client_that_leaves_without_a_window_is_waited_for_by_nobody
 
 
 @pytest.mark.parametrize("used", [False, True])
-async def test_http2_idle_connections_are_closed(serving: Serving, used: bool) -> None:
-    async with serving(Site().app) as server, Http2(await server.connect()) as client:
+async def test_http2_idle_connections_are_closed(
+    mock_clock: MockClock, serving: Serving, used: bool
+) -> None:
+    async with (
+        serving(Site().app, keep_alive_timeout=0.3) as server,
+        Http2(await server.connect()) as client,
+    ):
         if used:
             number = await client.ask("/echo", b"x")
             await client.until(lambda: number in client.ended)
-        with trio.fail_after(1):
-            await client.until(lambda: False)
+        await client.ping()
+        await server.limited(0.3)
+        await elapse(mock_clock, 0.29)
+        assert len(server.connections) == 1
+        await elapse(mock_clock, 0.1)
+        await client.until(lambda: False)
 
 
-async def test_http2_pings_are_no_slow_head(serving: Serving) -> None:
+async def test_http2_pings_are_no_slow_head(mock_clock: MockClock, serving: Serving) -> None:
     app = Site().app
     async with (
-        serving(app, header_timeout=0.1, keep_alive_timeout=5) as server,
+        serving(app, header_timeout=0.1) as server,
         Http2(await server.connect()) as client,
     ):
-        client.connection.ping(b"12345678")
-        await client.flush()
-        await trio.sleep(0.3)
+        await client.ping()
+        await elapse(mock_clock, 3)
         number = await client.ask("/echo", b"x")
         await client.until(lambda: number in client.ended)
         assert client.bodies == {number: b"echo:x"}
 
 
 async def test_http2_stopping_drains(serving: Serving) -> None:
+    begun, go_on = trio.Event(), trio.Event()
+
     async def slow(exchange: Exchange) -> None:
         await exchange.read_body(10)
-        await trio.sleep(0.1)
+        begun.set()
+        await go_on.wait()
         await exchange.respond(200, [], b"slow")
 
     app = Routes({("POST", "/"): slow}, Site().app.fallback)
     async with (
-        serving(app, keep_alive_timeout=60, shutdown_grace=60) as server,
+        serving(app) as server,
         Http2(await server.connect()) as client,
     ):
         number = await client.ask("/", b"x")
-        await trio.sleep(0.03)
+        await begun.wait()
         server.stopping.set()
+        await wait_all_tasks_blocked()
+        go_on.set()
         await client.until(lambda: False)
         assert client.bodies == {number: b"slow"}
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             await server.done.wait()

@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 import structlog
 import trio
+from trio.testing import MockClock
 
 from smgd.errors import ApiError
 from smgd.web.exchange import AsgiExchange, Exchange, Routes, SinkClosed, plain_path
-from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
+from tests.support import PATIENCE
+from tests.web.servers import Serving, closed, elapse, read_all, read_answer, read_until, request
 
 LIMIT = 100_000
 
@@ -123,7 +125,7 @@ async def test_a_body_that_is_too_large_is_refused_and_the_connection_ends(
         assert (answer.status, answer.headers["x-code"]) == (413, "request_too_large")
         assert answer.body == b"Request body is larger than 100000 bytes"
         assert answer.headers["connection"] == "close"
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             assert await closed(client)
 
 
@@ -132,16 +134,26 @@ async def send_forever(client: trio.SocketStream) -> None:
         await client.send_all(b"x" * 65536)
 
 
-async def test_a_client_that_goes_on_sending_a_refused_body_is_cut(serving: Serving) -> None:
-    async with serving(only(echo)) as server, await server.connect() as client:
+async def test_a_client_that_goes_on_sending_a_refused_body_is_cut(
+    mock_clock: MockClock, serving: Serving
+) -> None:
+    app = only(echo)
+    async with serving(app, linger_timeout=0.3) as server, await server.connect() as client:
         await client.send_all(request("/", f"Content-Length: {10**15}"))
         assert (await read_answer(client)).status == 413
-        with trio.fail_after(3), pytest.raises(trio.BrokenResourceError):
+        await server.limited(0.3)
+        for _ in range(29):
+            await client.send_all(b"x" * 65536)
+            await elapse(mock_clock, 0.01)
+        assert len(server.connections) == 1
+        await elapse(mock_clock, 0.1)
+        with pytest.raises(trio.BrokenResourceError):
             await send_forever(client)
 
 
 async def test_a_body_that_is_too_slow_is_refused(serving: Serving) -> None:
-    async with serving(only(echo)) as server, await server.connect() as client:
+    app = only(echo)
+    async with serving(app, body_timeout=0.3) as server, await server.connect() as client:
         await client.send_all(request("/", "Content-Length: 10") + b"xx")
         answer = await read_answer(client)
         assert (answer.status, answer.headers["x-code"]) == (408, "request_timeout")
@@ -150,18 +162,23 @@ async def test_a_body_that_is_too_slow_is_refused(serving: Serving) -> None:
 
 
 async def test_the_head_leaves_with_the_first_of_the_body(serving: Serving) -> None:
+    begun, go_on = trio.Event(), trio.Event()
+
     async def handler(exchange: Exchange) -> None:
         await exchange.start(200, [(b"x-a", b"b")])
         assert exchange.started
-        await trio.sleep(0.05)
+        begun.set()
+        await go_on.wait()
         await exchange.write(b"first")
         await exchange.end(b"last")
 
     async with serving(only(handler)) as server, await server.connect() as client:
         await client.send_all(request("/"))
+        await begun.wait()
         with trio.move_on_after(0.03) as early:
             await client.receive_some()
         assert early.cancelled_caught
+        go_on.set()
         data = await client.receive_some()
         assert data.startswith(b"HTTP/1.1 200")
         assert b"\r\n\r\n5\r\nfirst\r\n" in data
@@ -196,7 +213,7 @@ async def test_leaving_while_the_answer_streams_cancels_the_handler(
         await client.send_all(request("/"))
         await read_until(client, b"tick")
         await leave(client, how)
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             await handler.ended.wait()
     assert handler.how == "cancelled"
 
@@ -219,7 +236,7 @@ async def test_leaving_while_nothing_is_sent_cancels_the_handler(
         await client.send_all(request("/", body=body))
         await handler.began.wait()
         await leave(client, how)
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             await handler.ended.wait()
     assert handler.how == "cancelled"
 
@@ -235,12 +252,12 @@ async def test_leaving_in_the_middle_of_the_body_cancels_the_handler(
         await trio.sleep_forever()
 
     handler = Watched(read)
-    async with serving(only(handler), body_timeout=60) as server:
+    async with serving(only(handler)) as server:
         client = await server.connect()
         await client.send_all(request("/", "Content-Length: 10") + b"half")
         await handler.began.wait()
         await leave(client, how)
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             await handler.ended.wait()
     assert handler.how == "cancelled"
 
@@ -307,7 +324,7 @@ async def test_a_handler_that_only_writes_leaves_room_for_others(serving: Servin
         await client.send_all(request("/"))
         assert (await read_answer(client)).body == b"got 0"
         await greedy.aclose()
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             await handler.ended.wait()
     assert handler.how == "cancelled"
 

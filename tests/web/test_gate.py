@@ -19,6 +19,7 @@ from smgd.web.app import make_app
 from smgd.web.hot import handlers
 from tests.flows.client import CHAT, Call, chat_body, head, send
 from tests.flows.house import House, until
+from tests.support import PATIENCE
 from tests.workers.api import api_house
 
 HttpPath = Literal["fast", "stock"]
@@ -90,7 +91,7 @@ class Walk:
             lines += [f"Content-Length: {len(data)}"] if framed else []
         request = head(route.path, *lines, method=route.method) + data
         call = await send(self.house.port, request, route.method)
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             async with call.stream:
                 await call.read()
         assert call.complete, route

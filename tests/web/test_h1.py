@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -10,6 +11,8 @@ import pytest
 import trio
 
 from smgd.web.exchange import Exchange, Routes, SinkClosed
+from smgd.web.h1 import FastExchange
+from tests.support import PATIENCE
 from tests.web.servers import Serving, read_all, read_answer, read_until, request, running_server
 
 PIECE = b"0123456789abcdef" * 4096
@@ -113,7 +116,7 @@ def fill(exchange: Exchange) -> int:
 
 
 async def test_what_a_full_socket_does_not_take_goes_first_later(serving: Serving) -> None:
-    async with staged(serving, receive_buffer=4096, write_timeout=5) as (stage, client):
+    async with staged(serving, receive_buffer=4096) as (stage, client):
         exchange = stage.exchange
         count = fill(exchange)
         assert not exchange.can_write_nowait
@@ -133,7 +136,7 @@ async def test_what_a_full_socket_does_not_take_goes_first_later(serving: Servin
 
 
 async def test_direct_writes_during_a_write_of_the_task_keep_their_place(serving: Serving) -> None:
-    async with staged(serving, receive_buffer=4096, write_timeout=5) as (stage, client):
+    async with staged(serving, receive_buffer=4096) as (stage, client):
         exchange = stage.exchange
         count = fill(exchange)
         async with trio.open_nursery() as nursery:
@@ -147,40 +150,52 @@ async def test_direct_writes_during_a_write_of_the_task_keep_their_place(serving
 
 
 async def test_a_stalled_reader_is_cut_once_the_task_writes(serving: Serving) -> None:
-    async with staged(serving, receive_buffer=4096) as (stage, _):
+    async with staged(serving, receive_buffer=4096, write_timeout=0.3) as (stage, _):
         fill(stage.exchange)
         stage.go_on.set()
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             await stage.ended.wait()
         assert stage.cancelled
         with pytest.raises(SinkClosed):
             stage.exchange.write_nowait(b"x")
 
 
+def wait_for_reset(exchange: Exchange) -> None:
+    """Wait for what the kernel may yet be about to do, and let no task see it meanwhile."""
+    assert isinstance(exchange, FastExchange)
+    poll = select.poll()
+    poll.register(exchange._h1.link.raw, 0)  # for errors
+    assert poll.poll(PATIENCE * 1000)
+
+
 async def test_a_reset_found_by_a_direct_write_cancels_the_handler(serving: Serving) -> None:
     async with staged(serving) as (stage, client):
         stage.exchange.write_nowait(b"unread")  # unread input makes the client's close a reset
-        await trio.sleep(0.01)
+        await trio.lowlevel.wait_readable(client.socket)
         client.socket.close()
+        wait_for_reset(stage.exchange)
         with pytest.raises(SinkClosed, match="gone"):
             stage.exchange.write_nowait(b"x")
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             await stage.ended.wait()
         assert stage.cancelled
 
 
 async def test_a_write_that_was_cut_off_ends_the_connection(serving: Serving) -> None:
+    cut_off = trio.Event()
+
     async def handler(exchange: Exchange) -> None:
         await exchange.start(200, [])
         fill(exchange)
         with trio.move_on_after(0.02):
             await exchange.write(b"")
+        cut_off.set()
         await exchange.end(b"never to be seen")
 
     app = Routes({("POST", "/"): handler}, no_fallback)
     async with serving(app) as server, await server.connect(4096) as client:
         await client.send_all(request("/"))
-        await trio.sleep(0.1)
+        await cut_off.wait()
         assert b"never" not in await read_until(client, b"never")
 
 

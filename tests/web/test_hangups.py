@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from smgd.web.hangups import HangupWatch
+from tests.web.servers import until
 
 
 class Heard:
@@ -58,7 +59,7 @@ async def test_half_closing_is_told_once_even_behind_unread_data(
         watch.add(ours, heard)
         theirs.send(unread)
         theirs.shutdown(socket.SHUT_WR)
-        await settle()
+        await until(lambda: heard.calls)
         await settle()
         assert heard.calls == [False]
 
@@ -68,7 +69,7 @@ async def test_closing_is_told(watch: HangupWatch) -> None:
     with pair() as (ours, theirs):
         watch.add(ours, heard)
         theirs.close()
-        await settle()
+        await until(lambda: heard.calls)
         assert heard.calls == [True]
 
 
@@ -77,7 +78,7 @@ async def test_a_hang_up_before_the_watch_is_told(watch: HangupWatch) -> None:
     with pair() as (ours, theirs):
         theirs.close()
         watch.add(ours, heard)
-        await settle()
+        await until(lambda: heard.calls)
         assert heard.calls == [True]
 
 
@@ -89,7 +90,7 @@ async def test_a_number_that_is_used_again_belongs_to_the_new_one(watch: HangupW
         assert watch.add(ours, new) == key
         watch.remove(key, old)
         theirs.close()
-        await settle()
+        await until(lambda: new.calls)
         assert (old.calls, new.calls) == ([], [True])
         watch.remove(key, new)
 

@@ -23,6 +23,7 @@ from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
 from quart_trio import QuartTrio
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 import smgd.web
 from smgd.errors import ApiError, ConfigError
@@ -30,7 +31,19 @@ from smgd.web import hyper
 from smgd.web.exchange import Exchange, Routes
 from smgd.web.hyper import check_hypercorn
 from smgd.web.server import ServerSettings, open_listeners, serve
-from tests.web.servers import Serving, closed, read_all, read_answer, read_until, request
+from tests.support import PATIENCE
+from tests.web.servers import (
+    NEVER,
+    Serving,
+    closed,
+    elapse,
+    elapse_until,
+    read_all,
+    read_answer,
+    read_until,
+    request,
+    until,
+)
 
 BIG = b"x" * 65536
 
@@ -85,19 +98,21 @@ async def test_connections_that_say_close_are_closed(
     serving: Serving, target: tuple[str, str]
 ) -> None:
     method, path = target
-    async with serving(app_of(hello=hello), keep_alive_timeout=60) as server:
+    async with serving(app_of(hello=hello)) as server:
         for _ in range(20):
             async with await server.connect() as client:
                 await client.send_all(request(path, "Connection: close", method=method))
                 answer = await read_answer(client)
                 assert answer.status == 200
                 assert answer.headers["connection"] == "close"
-                with trio.fail_after(1):
+                with trio.fail_after(PATIENCE):
                     assert await closed(client)
 
 
 @pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
-async def test_idle_connections_are_closed(serving: Serving, target: tuple[str, str]) -> None:
+async def test_idle_connections_are_closed(
+    mock_clock: MockClock, serving: Serving, target: tuple[str, str]
+) -> None:
     method, path = target
     ends = 0
 
@@ -107,90 +122,128 @@ async def test_idle_connections_are_closed(serving: Serving, target: tuple[str, 
             for _ in range(2):
                 await client.send_all(request(path, method=method))
                 assert (await read_answer(client)).status == 200
+            answered.release()
             assert await closed(client)
             ends += 1
 
     app = app_of(hello=hello)
+    answered = trio.Semaphore(0)
     async with serving(app, keep_alive_timeout=0.6) as server, trio.open_nursery() as nursery:
         for _ in range(20):
             nursery.start_soon(one)
+        for _ in range(20):
+            await answered.acquire()
+        await server.limited(0.6)
+        await elapse(mock_clock, 0.59)
+        assert (len(server.connections), ends) == (20, 0)
+        await elapse(mock_clock, 0.2)
     assert ends == 20
 
 
-async def test_a_connection_lives_as_long_as_it_is_used(serving: Serving) -> None:
+async def test_a_connection_lives_as_long_as_it_is_used(
+    mock_clock: MockClock, serving: Serving
+) -> None:
     app = app_of(hello=hello)
     async with serving(app, keep_alive_timeout=0.5) as server, await server.connect() as client:
         for _ in range(4):
             await client.send_all(request("/hello"))
             assert (await read_answer(client)).body == b"hello"
-            await trio.sleep(0.2)
+            await server.limited(0.5)
+            await elapse(mock_clock, 0.49)
+        await elapse(mock_clock, 0.2)
+        assert await closed(client)
 
 
-@pytest.mark.parametrize("start", [b"", b"POST /hello HTTP/1.1\r\nHos"])
-async def test_a_slow_head_is_cut(serving: Serving, start: bytes) -> None:
-    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
+@pytest.mark.parametrize(
+    ("start", "limit"),
+    [(b"", "keep_alive_timeout"), (b"POST /hello HTTP/1.1\r\nHos", "header_timeout")],
+)
+async def test_a_slow_head_is_cut(
+    mock_clock: MockClock, serving: Serving, start: bytes, limit: str
+) -> None:
+    app = app_of(hello=hello)
+    async with serving(app, **{limit: 0.3}) as server, await server.connect() as client:
         await client.send_all(start)
-        with trio.fail_after(1):
-            assert await closed(client)
+        await server.limited(0.3)
+        await elapse(mock_clock, 0.29)
+        assert len(server.connections) == 1
+        await elapse(mock_clock, 0.1)
+        assert await closed(client)
 
 
-async def trickle(client: trio.SocketStream, data: bytes) -> None:
-    for byte in data:
-        await client.send_all(bytes([byte]))
-        await trio.sleep(0.02)
+async def trickle(client: trio.SocketStream, clock: MockClock) -> None:
+    for _ in range(1000):
+        await client.send_all(b"x")
+        await elapse(clock, 0.02)
 
 
-async def test_a_head_that_trickles_is_cut(serving: Serving) -> None:
-    async with serving(app_of(hello=hello)) as server, await server.connect() as client:
-        with trio.fail_after(1), pytest.raises(trio.BrokenResourceError):
-            await trickle(client, b"POST /hello HTTP/1.1\r\nHost: " + b"x" * 1000)
+async def test_a_head_that_trickles_is_cut(mock_clock: MockClock, serving: Serving) -> None:
+    app = app_of(hello=hello)
+    async with serving(app, header_timeout=0.3) as server, await server.connect() as client:
+        await client.send_all(b"POST /hello HTTP/1.1\r\nHost: ")
+        await server.limited(0.3)
+        for _ in range(14):
+            await client.send_all(b"x")
+            await elapse(mock_clock, 0.02)
+            assert len(server.connections) == 1
+        with pytest.raises(trio.BrokenResourceError):
+            await trickle(client, mock_clock)
 
 
 @pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
 @pytest.mark.parametrize("start", [b"G", b"GET /vers", b"GET / HTTP/1.1\r\nHost: x\r\n"])
 async def test_a_slow_head_behind_a_request_is_cut(
-    serving: Serving, target: tuple[str, str], start: bytes
+    mock_clock: MockClock, serving: Serving, target: tuple[str, str], start: bytes
 ) -> None:
     method, path = target
     app = app_of(hello=hello)
-    async with serving(app, keep_alive_timeout=60) as server, await server.connect() as client:
+    async with serving(app, header_timeout=0.3) as server, await server.connect() as client:
         await client.send_all(request(path, method=method) + start)
         assert (await read_answer(client)).status == 200
-        with trio.fail_after(1):
-            assert await closed(client)
+        await server.limited(0.3)
+        await elapse(mock_clock, 0.29)
+        assert len(server.connections) == 1
+        await elapse(mock_clock, 0.1)
+        assert await closed(client)
 
 
-async def test_only_a_head_that_has_begun_is_slow(serving: Serving, http_path: str) -> None:
+async def test_only_a_head_that_has_begun_is_slow(
+    mock_clock: MockClock, serving: Serving, http_path: str
+) -> None:
     app = app_of(hello=hello)
     behind = b"\r\n" if http_path == "fast" else b""  # h11 takes no blank lines
     async with (
-        serving(app, header_timeout=0.1, keep_alive_timeout=60) as server,
+        serving(app, header_timeout=0.1) as server,
         await server.connect() as client,
     ):
         for _ in range(2):
             await client.send_all(request("/hello") + behind)
             assert (await read_answer(client)).body == b"hello"
-            await trio.sleep(0.3)
+            await until(lambda: not any(one.busy for one in server.connections))
+            await wait_all_tasks_blocked()
+            await elapse(mock_clock, 3)
 
 
 async def test_a_stalled_reader_is_cut_and_others_are_not_disturbed(serving: Serving) -> None:
     flood, ticks = Stream(piece=BIG, pause=0), Stream(pieces=40)
     async with (
-        serving(app_of(flood=flood, ticks=ticks)) as server,
+        serving(app_of(flood=flood, ticks=ticks), write_timeout=0.3) as server,
         await server.connect(4096) as stalled,
         await server.connect() as reader,
     ):
         await stalled.send_all(request("/flood"))
         await reader.send_all(request("/ticks"))
         assert (await read_answer(reader)).body == b"tick" * 40
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             await flood.ended.wait()
     assert (flood.ends, ticks.ends) == (["cancelled"], ["complete"])
 
 
-async def test_a_slow_reader_that_reads_is_not_cut(serving: Serving) -> None:
+async def test_a_slow_reader_that_reads_is_not_cut(mock_clock: MockClock, serving: Serving) -> None:
+    whole = 200 * len(BIG)  # half of which is more than all buffers on the way
+
     async def big(exchange: Exchange) -> None:
-        await exchange.respond(200, [], BIG * 100)
+        await exchange.respond(200, [], bytes(whole))
 
     async with (
         serving(app_of(big=big), write_timeout=0.5) as server,
@@ -198,12 +251,11 @@ async def test_a_slow_reader_that_reads_is_not_cut(serving: Serving) -> None:
     ):
         await client.send_all(request("/big", "Connection: close"))
         size = 0
-        began = trio.current_time()
         while data := await client.receive_some(65536):
             size += len(data)
-            await trio.sleep(0.008)
-    assert size > len(BIG) * 100
-    assert trio.current_time() - began > 0.6
+            await elapse(mock_clock, len(data) / whole)
+    assert size > whole
+    assert trio.current_time() >= 1
 
 
 @pytest.mark.parametrize("target", [("GET", "/quart"), ("POST", "/hello")])
@@ -212,20 +264,26 @@ async def test_a_client_that_half_closes_gets_its_answer(
 ) -> None:
     method, path = target
     app = app_of(hello=hello)
-    async with serving(app, half_close_grace=5) as server, await server.connect() as client:
+    async with serving(app, half_close_grace=NEVER) as server, await server.connect() as client:
         await client.send_all(request(path, method=method))
         await client.send_eof()
         assert (await read_answer(client)).status == 200
         assert await closed(client)
 
 
-async def test_a_half_closed_request_that_takes_long_is_cancelled(serving: Serving) -> None:
+async def test_a_half_closed_request_that_takes_long_is_cancelled(
+    mock_clock: MockClock, serving: Serving
+) -> None:
     stream = Stream()
-    async with serving(app_of(stream=stream)) as server, await server.connect() as client:
+    app = app_of(stream=stream)
+    async with serving(app, half_close_grace=0.15) as server, await server.connect() as client:
         await client.send_all(request("/stream"))
+        await read_until(client, b"tick")
+        began = trio.current_time()
         await client.send_eof()
-        with trio.fail_after(1):
-            assert b"tick" in await read_all(client)
+        await elapse_until(mock_clock, stream.ended.is_set)
+        assert trio.current_time() - began >= 0.15
+        assert b"tick" in await read_all(client)
     assert stream.ends == ["cancelled"]
 
 
@@ -233,7 +291,7 @@ async def test_stopping_drains(serving: Serving) -> None:
     stream = Stream(pieces=30)
     app = app_of(stream=stream, hello=hello)
     async with (
-        serving(app, keep_alive_timeout=60, shutdown_grace=60) as server,
+        serving(app) as server,
         await server.connect() as idle,
         await server.connect() as fresh,
         await server.connect() as busy,
@@ -243,32 +301,32 @@ async def test_stopping_drains(serving: Serving) -> None:
         await busy.send_all(request("/stream"))
         await read_until(busy, b"tick")
         server.stopping.set()
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             assert await closed(idle)
             assert await closed(fresh)
         with pytest.raises(OSError, match="refused"):
             await server.connect()
         assert (await read_until(busy, b"\r\n0\r\n\r\n")).endswith(b"\r\n0\r\n\r\n")
         assert await closed(busy)
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             await server.done.wait()
     assert stream.ends == ["complete"]
 
 
 async def test_stopping_takes_no_longer_than_the_grace(serving: Serving) -> None:
-    flood, silent = Stream(piece=BIG, pause=0), Stream(pieces=1, pause=60)
+    flood, silent = Stream(piece=BIG, pause=0), Stream(pieces=1, pause=NEVER)
     app = app_of(flood=flood, silent=silent)
     async with (
-        serving(app, write_timeout=60, shutdown_grace=0.2) as server,
+        serving(app, shutdown_grace=0.2) as server,
         await server.connect(4096) as stalled,
         await server.connect() as waiting,
     ):
         await stalled.send_all(request("/flood"))
         await waiting.send_all(request("/silent"))
+        await stalled.receive_some(1)
         await read_until(waiting, b"tick")
-        await trio.sleep(0.1)
         server.stopping.set()
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             await server.done.wait()
     assert (flood.ends, silent.ends) == (["cancelled"], ["cancelled"])
 
@@ -276,12 +334,13 @@ async def test_stopping_takes_no_longer_than_the_grace(serving: Serving) -> None
 async def test_cancelling_the_server_ends_it_at_once(serving: Serving) -> None:
     flood = Stream(piece=BIG, pause=0)
     async with (
-        serving(app_of(flood=flood), write_timeout=60) as server,
+        serving(app_of(flood=flood)) as server,
         await server.connect(4096) as stalled,
     ):
         await stalled.send_all(request("/flood"))
-        await trio.sleep(0.1)
-        with trio.fail_after(2):
+        await stalled.receive_some(1)
+        await trio.sleep(0.1)  # the socket fills up
+        with trio.fail_after(PATIENCE):
             server.cancel()
             await server.done.wait()
     assert flood.ends == ["cancelled"]
@@ -304,7 +363,7 @@ async def test_no_descriptor_is_left_behind(serving: Serving) -> None:
             async with trio.open_nursery() as nursery:
                 for number in range(start, start + 20):
                     nursery.start_soon(one, number)
-        with trio.fail_after(2):
+        with trio.fail_after(PATIENCE):
             while descriptors() > before:  # noqa: ASYNC110  (there is no event to wait for)
                 await trio.sleep(0.01)
 
@@ -321,7 +380,9 @@ async def test_accepted_sockets_have_their_options(serving: Serving) -> None:
         stopping.set()
 
 
-async def test_running_out_of_descriptors_is_waited_out(serving: Serving) -> None:
+async def test_running_out_of_descriptors_is_waited_out(
+    mock_clock: MockClock, serving: Serving
+) -> None:
     async with serving(app_of(hello=hello)) as server:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         client = socket.create_connection(("127.0.0.1", server.port))
@@ -329,11 +390,14 @@ async def test_running_out_of_descriptors_is_waited_out(serving: Serving) -> Non
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             with structlog.testing.capture_logs() as lines:
-                await trio.sleep(0.25)
+                await elapse_until(mock_clock, lambda: lines)
+                await elapse(mock_clock, 0.1)
+                await elapse(mock_clock, 0.1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         [line] = lines  # of three
         assert line["reason"].endswith("Too many open files")
+        await elapse(mock_clock, 0.2)
         await stream.send_all(request("/hello"))
         assert (await read_answer(stream)).body == b"hello"
         await stream.aclose()
@@ -420,7 +484,7 @@ def test_an_unknown_hypercorn_is_refused_in_words(name: str, tmp_path: Path) -> 
     config = tmp_path / "smgd.toml"
     config.write_text("server.port = 0\nmetrics.port = 0\n")
     command = [sys.executable, "-c", UNKNOWN.format(name=name), str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, "")
     assert "is built on Hypercorn 0.18.x, but 0.19.1" in done.stderr
     assert ("StreamBuffer" in done.stderr) == (name == "StreamBuffer")
@@ -443,7 +507,7 @@ async def test_the_server_checks_hypercorn(monkeypatch: pytest.MonkeyPatch) -> N
     check_hypercorn()
     monkeypatch.setattr("smgd.web.hyper.version", lambda name: "0.19.1")
     with (
-        trio.fail_after(2),
+        trio.fail_after(PATIENCE),
         pytest.raises(ConfigError, match=r"0\.18\.x, but 0\.19\.1 is installed"),
     ):
         await serve(nothing, [], ServerSettings(), stopping=trio.Event())

@@ -16,6 +16,7 @@ from smgd.core import Delta, GenerationRequest
 from smgd.dispatch import Generation, Sequence
 from smgd.web.exchange import Exchange, Routes
 from smgd.web.streaming import Direct
+from tests.support import PATIENCE
 from tests.support import request as generation_request
 from tests.web.servers import read_until, request, running_server
 
@@ -111,7 +112,7 @@ async def staged(
     stage = Stage(choices, width)
     app = Routes({("POST", "/"): stage}, nobody)
     async with (
-        running_server(app, http_path="fast", write_timeout=5) as server,
+        running_server(app, http_path="fast") as server,
         await server.connect(4096) as client,
         trio.open_nursery() as nursery,
     ):
@@ -148,7 +149,7 @@ async def test_a_full_socket_wakes_the_task_at_once() -> None:
         while not stage.direct.stuck:
             number += 1
             stage.tokens(number)
-        with trio.fail_after(1):  # no other token has to come for that
+        with trio.fail_after(PATIENCE):  # no other token has to come for that
             await stage.woken.wait()
         assert stage.news == []
         stage.over.set()

@@ -88,9 +88,7 @@ APP = Routes({("POST", "/"): hello}, nobody)
 async def test_a_renewed_certificate_is_for_new_connections(pair: Pair) -> None:
     context = pair.context()
     async with (
-        running_server(
-            APP, http_path="fast", tls=context, keep_alive_timeout=60, header_timeout=5
-        ) as server,
+        running_server(APP, http_path="fast", tls=context) as server,
         pair.connected(server.port) as before,
     ):
         pair.issue()
@@ -159,7 +157,7 @@ async def test_a_bad_pair_leaves_the_old_one(pair: Pair, damage: Callable[[Pair]
     with pytest.raises(ConfigError, match=r"cannot use the TLS files .*chain\.pem, .*key\.pem"):
         renew(context, pair.certificate, pair.key)
     async with (
-        running_server(APP, http_path="fast", tls=context, header_timeout=5) as server,
+        running_server(APP, http_path="fast", tls=context) as server,
         pair.connected(server.port) as client,
     ):
         assert await ask(client) == b"hello"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import trio
 
 from smgd.web.turns import Turnstile
+from tests.support import PATIENCE
 
 
 async def test_a_burst_is_spread_over_turns_in_order() -> None:
@@ -16,7 +17,7 @@ async def test_a_burst_is_spread_over_turns_in_order() -> None:
         await turns.enter()
         entered.append((turn, number))
 
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as house:
             house.start_soon(turns.run)
             await trio.testing.wait_all_tasks_blocked()
@@ -59,7 +60,7 @@ async def test_who_leaves_while_waiting_takes_nobodys_turn() -> None:
         await turns.enter()
         entered.append(name)
 
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as house:
             await turns.enter()
             async with trio.open_nursery() as leaving:

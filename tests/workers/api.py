@@ -15,6 +15,7 @@ import trio
 
 from tests.flows.client import Call, head, send
 from tests.flows.house import House, Tally, captured_log, short_directory
+from tests.support import PATIENCE
 
 # The first belongs to the house's own worker, if it has one.
 PATHS = 4
@@ -81,7 +82,7 @@ class ApiHouse:
 
     async def until_status(self, worker_id: str, status: str) -> None:
         """Wait for a status."""
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             while await self.status(worker_id) != status:  # noqa: ASYNC110 - asked over HTTP
                 await trio.sleep(0.005)
 

@@ -22,6 +22,7 @@ from smgd.wire import vllm as wire
 from smgd.workers.registry import Registry
 from smgd.workers.zmq import ZmqWorker, binder
 from tests.engine_unit.scripted import Inbox, ScriptedEngine, outputs, registration, request
+from tests.support import PATIENCE
 
 
 class Bench:
@@ -56,7 +57,7 @@ class Bench:
 
     @asynccontextmanager
     async def running(self, worker: ZmqWorker | None = None) -> AsyncIterator[trio.Nursery]:
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 await nursery.start((worker or self.worker).run)
                 yield nursery
@@ -152,7 +153,7 @@ async def test_every_order_of_the_handshake(bench: Bench, order: str) -> None:
 
 
 async def test_an_engine_may_dial_before_anybody_listens(bench: Bench) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             engine = bench.engine()
             nursery.start_soon(engine.start, bench.addresses.handshake)
@@ -167,7 +168,7 @@ async def test_a_killed_engine_fails_requests_at_once_and_its_successor_is_serve
     async with bench.serving() as engine:
         request_id, inbox = bench.submit()
         assert await engine.take_ids() == [request_id]
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             engine.die()
             await inbox.ended()
             await bench.until("not_ready")
@@ -176,7 +177,7 @@ async def test_a_killed_engine_fails_requests_at_once_and_its_successor_is_serve
         assert bench.registry.known_max_model_len("m") == 2048  # what it has told stays
         successor = bench.engine()
         await successor.start(bench.addresses.handshake)
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             await bench.until("ready")
         request_id, inbox = bench.submit()
         assert await successor.take_ids() == [request_id]
@@ -229,7 +230,7 @@ async def test_an_engine_is_served_although_somebody_has_removed_files(
         engine.die()
         await bench.until("not_ready")
         successor = bench.engine()
-        with trio.fail_after(3):
+        with trio.fail_after(PATIENCE):
             await successor.start(bench.addresses.handshake)
             await bench.until("ready")
         request_id, inbox = bench.submit()
@@ -287,7 +288,7 @@ async def test_half_a_connection_is_no_connection(bench: Bench, half: str) -> No
     async with bench.serving() as engine:
         _, inbox = bench.submit()
         getattr(engine, half).close()
-        with trio.fail_after(1):
+        with trio.fail_after(PATIENCE):
             await inbox.ended()
         assert str(inbox.errors[0]).endswith(f"the {half} connection was closed")
 
@@ -310,7 +311,7 @@ async def test_an_abort_reaches_the_engine_also_when_the_worker_stops(bench: Ben
         while first not in got:
             got += await engine.take_ids(wire.ABORT)
         assert got == [first]
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         assert await engine.take_ids(wire.ABORT) == [second]
     assert len(inbox.errors) == 1
 
