@@ -22,7 +22,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from ipaddress import ip_address
 
@@ -106,21 +106,25 @@ def main_run(config: Config, reread: Reread | None = None) -> int:
     try:
         trio.run(_main, Daemon(config, take(os.environ, os.getpid()), reread))
     except BaseExceptionGroup as group:
-        error = _first(group)
-        if isinstance(error, ConfigError):
-            raise error from group
-        if not isinstance(error, SmgdError):
-            raise
-        log.error("smgd failed", reason=str(error))  # noqa: TRY400 - the text suffices
+        ours, faults = group.split(SmgdError)
+        if ours is None or faults is not None:
+            raise  # what nobody has foreseen is not hidden by what somebody has
+        errors = list(_leaves(ours))
+        for error in errors:
+            if isinstance(error, ConfigError):
+                raise error  # noqa: B904  - it has its own cause
+        for error in errors:
+            log.error("smgd failed", reason=str(error))  # noqa: TRY400 - the text suffices
         return 1
     return 0
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 async def _main(daemon: Daemon) -> None:

@@ -6,12 +6,13 @@ interpreter that has the engine installed. Here it is the engine's own program, 
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from typing import Final
 
 from smgd.engine.paths import dialled
-from smgd.text.hub import BUILTIN_MODEL
+from smgd.text.hub import BUILTIN_MODEL, is_path
 
 _SIMULATED: Final = "smgd-sim --handshake {handshake} --data-parallel-size {engines}"
 _COMMANDS: Final[Mapping[str, str]] = {
@@ -33,7 +34,12 @@ _GROUPS: Final[Mapping[str, str]] = {
 
 
 def command(runtime: str, model: str, engines: int, handshake: str) -> str:
-    """Return the command line; `model` is where the model is, `handshake` a tcp:// address."""
+    """Return the command line; `model` is where the model is, `handshake` a tcp:// address.
+
+    It holds in whatever directory it is typed, so a model's directory is given by its whole path.
+    """
+    if is_path(model):
+        model = os.path.abspath(os.path.expanduser(model))  # noqa: PTH100, PTH111  (never raises)
     host, port = dialled(handshake)
     pattern = _SIMULATED if model == BUILTIN_MODEL else _COMMANDS[runtime]
     group = _GROUPS.get(runtime, "") if engines > 1 else ""

@@ -184,7 +184,7 @@ class Views:
             "running": load.running,
             "waiting": load.waiting,
             "kv_usage": round(load.kv_usage, 4),
-            "reason": record.reason or record.waits or worker.unready or "",
+            "reason": record.reason or record.waits or _unready(record),
         }
 
     def _seconds(self, record: Record) -> float:
@@ -229,6 +229,12 @@ class Views:
         """Return the requests that run, the oldest first."""
         running = sorted(self._service.running.values(), key=lambda r: r.access.started)
         return [_request(request) for request in running]
+
+
+def _unready(record: Record) -> str:
+    if record.state == "draining":
+        return "being removed" if record.leaving else "drained, not removed"
+    return record.worker.unready or ""
 
 
 def _ranks(worker: Worker) -> list[EngineView]:

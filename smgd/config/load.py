@@ -175,7 +175,7 @@ def _gate_contradictions(config: Config, found: Findings) -> None:
 def _worker_contradictions(
     config: Config, number: int, worker: WorkerConfig, found: Findings
 ) -> None:
-    if worker.runtime_type not in RUNTIMES:
+    if worker.runtime_type not in ("", *RUNTIMES):
         only = f"only {' and '.join(RUNTIMES)} {'is' if len(RUNTIMES) == 1 else 'are'} supported"
         found.wrong(
             f"workers[{number}].runtime_type",

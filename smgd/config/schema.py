@@ -402,8 +402,12 @@ class WorkerConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         ),
     ]
     runtime_type: Annotated[
-        str, Meta(description=f"Engine behind the worker: {' or '.join(RUNTIMES)}.")
-    ] = RUNTIMES[0]
+        str,
+        Meta(
+            description=f"Engine behind the worker: {' or '.join(RUNTIMES)}. Empty:"
+            f" {RUNTIMES[0]}, with a warning, since smgd cannot see what dials in."
+        ),
+    ] = ""
     model: Annotated[
         str,
         Meta(

@@ -174,7 +174,7 @@ def spec_of(worker: WorkerConfig, model: ModelSource) -> WorkerSpec:
         url=worker.url,
         models=(card,),
         labels={"model_path": model.path},
-        runtime_type=worker.runtime_type,
+        runtime_type=worker.runtime_type or None,
         dp_size=worker.engine_count,
         zmq_handshake_address=worker.zmq_handshake_address or None,
     )

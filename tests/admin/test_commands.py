@@ -150,6 +150,7 @@ async def test_add_patch_drain_and_remove(build: Build, admin: dict[str, str], c
     patched = await ctl("workers", "patch", url, "--cost", "2", "--label", "c=d")
     assert "labels          a=b, c=d\n" in patched.out
     drained = await ctl("workers", "drain", url, "--json")
+    assert (await ctl("workers", "show", url, "--json")).json["reason"] == "drained, not removed"
     assert drained.json["state"] == "draining"
     assert house.daemon.registry.ready_count() == 0
     assert (await ctl("workers", "list", "--json")).json[1]["state"] == "draining"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from smgd.admin.connect import command
@@ -59,6 +61,18 @@ def test_the_built_in_model_is_served_by_the_simulated_engine() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
 def test_an_engine_dials_no_wildcard(host: str) -> None:
     assert "--data-parallel-address 127.0.0.1 " in command("vllm", "m", 1, f"tcp://{host}:1")
+
+
+def test_a_directory_is_given_by_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("org/model", "./org/model", "~/org/model"):
+        assert f" serve {tmp_path}/org/model " in command("vllm", name, 1, HANDSHAKE)
+    for name in ("org/other", "m"):
+        assert f" serve {name} " in command("vllm", name, 1, HANDSHAKE)
 
 
 def test_a_path_with_a_space_is_one_word() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import trio
+from msgspec import structs
 
+from smgd.reload import spec_in
 from tests.flows.client import CHAT, head, send
 from tests.flows.house import until
 from tests.support import no_collector
@@ -324,6 +326,19 @@ async def test_runtimes(nursery: trio.Nursery) -> None:
         [line] = api.house.logged(text)
         assert (line["worker"], line["log_level"]) == (api.urls[3], "warning")
         assert [worker["runtime_type"] for worker in await api.list()] == ["vllm"] * 3
+
+
+async def test_workers_of_the_configuration_may_leave_their_runtime_undeclared(
+    nursery: trio.Nursery,
+) -> None:
+    text = "runtime_type unspecified for ZMQ worker; defaulting to vLLM EngineCore"
+    async with api_house(nursery, workers=2) as api:
+        assert [line["worker"] for line in api.house.logged(text)] == api.urls[:2]
+        assert [worker["runtime_type"] for worker in await api.list()] == ["vllm"] * 2
+        config = api.house.config
+        worker = structs.replace(config.workers[0], runtime_type="vllm")
+        assert spec_in(config, config.workers[0]).declared_runtimes == []
+        assert spec_in(config, worker).declared_runtimes == ["vllm"]
 
 
 async def test_the_series_of_a_model_end_with_its_last_worker(nursery: trio.Nursery) -> None:
