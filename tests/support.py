@@ -71,7 +71,8 @@ class SteadyClock(trio.abc.Clock):
         return self._time
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        # Woken so often, it never takes a wait of the loop for a stall.
+        # Woken so often, it never takes a wait of the loop for a stall. (The cushion of trio's
+        # `wait_all_tasks_blocked` has to be shorter, or that waits for ever.)
         return min(deadline - self.current_time(), self.STALL / 2)
 
 

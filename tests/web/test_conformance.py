@@ -21,7 +21,6 @@ import msgspec
 import pytest
 import structlog
 import trio
-import trio.testing
 import trustme
 from h2.settings import SettingCodes
 from quart import request as incoming
@@ -46,6 +45,7 @@ from tests.web.servers import (
 )
 
 HOST = b"Host: test\r\n"
+CLOSE = b"Connection: close\r\n\r\n"
 SMUGGLED = b"POST /smuggled HTTP/1.1\r\nHost: test\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -428,7 +428,7 @@ async def test_a_target_without_a_path_is_refused(serving: Serving, target: str)
     site = Site()
     with structlog.testing.capture_logs() as lines:
         async with serving(site.app) as server, await server.connect() as client:
-            await client.send_all(f"GET {target} HTTP/1.1\r\n".encode() + HOST + b"\r\n")
+            await client.send_all(f"GET {target} HTTP/1.1\r\n".encode() + HOST + CLOSE)
             expected = 404 if target == "//" else 400
             assert statuses(await read_all(client)) == [expected]
     assert site.seen == []
@@ -1104,13 +1104,13 @@ async def test_http2_stream_that_is_reset_takes_no_frames_of_others_along(
         client.connection.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 2**30})
         client.connection.increment_flow_control_window(2**30)
         large = await client.ask("/big", b"x")
-        await trio.testing.wait_all_tasks_blocked(0.05)  # the socket is full
+        await wait_all_tasks_blocked(0.02)  # the socket is full
         left = [await client.ask("/small", b"x") for _ in range(3)]
-        await trio.testing.wait_all_tasks_blocked(0.05)  # their heads wait
+        await wait_all_tasks_blocked(0.02)  # their heads wait
         for number in left:
             client.connection.reset_stream(number)
         await client.flush()
-        await trio.testing.wait_all_tasks_blocked(0.05)
+        await wait_all_tasks_blocked(0.02)
         last = await client.ask("/small", b"x")
         await client.until(lambda: client.ended >= {large, last})
         assert (client.statuses[last], client.bodies[last]) == (200, b"small")
