@@ -92,10 +92,17 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     own, for_engine = _split(argv)
     args, unknown = parser.parse_known_args(own)
-    if args.command is _serve_engines and (not unknown or unknown[0].startswith("-")):
+    if args.command is _serve_engines:
+        # The rest is the engine's, but for what no engine has.
+        refused = [word for word in unknown if word.startswith("--router-")] or [
+            word for word in unknown[:1] if not word.startswith("-")
+        ]
+    else:
+        refused = unknown
+    if refused:
+        args.parser.error(_unknown(refused[0], args.parser.format_usage()))
+    if args.command is _serve_engines:
         _take_engine_arguments(args, (*unknown, *for_engine))
-    elif unknown:
-        args.parser.error(_unknown(unknown[0], args.parser.format_usage()))
     return args
 
 

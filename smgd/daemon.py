@@ -32,6 +32,7 @@ import trio
 from msgspec import structs
 
 from smgd import log as logging
+from smgd import tasks
 from smgd.admin import server as admin
 from smgd.admin.commands import Commands, Control, Reloaded
 from smgd.config import Config
@@ -428,11 +429,11 @@ class Daemon:
     async def _signals(
         self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Reload at HUP; drain at the first TERM or INT.
+        """Reload at HUP; show the tasks at USR1; drain at the first TERM or INT.
 
         A second one is for people who do not want to wait.
         """
-        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
         with trio.open_signal_receiver(*handled) as signals:
             task_status.started()
             told = False
@@ -440,6 +441,8 @@ class Daemon:
                 async for number in signals:
                     if number == signal.SIGHUP:
                         nursery.start_soon(self._reload_once_started)
+                    elif number == signal.SIGUSR1:
+                        tasks.dump()
                     elif told:
                         raise SmgdError(
                             f"stopped at once by a second {signal.Signals(number).name}"

@@ -13,7 +13,7 @@ ROOT = Path(smgd.__file__).parent
 
 LAYERS = {
     "errors": 0, "config": 0, "log": 0, "output": 0, "metrics": 0, "samples": 0, "core": 0,
-    "files": 0, "once": 0, "__init__": 0,
+    "files": 0, "once": 0, "tasks": 0, "__init__": 0,
     "wire": 1, "parse": 1, "systemd": 1,
     "text": 2, "engine": 2, "rpc": 2,
     "workers": 3,

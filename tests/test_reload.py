@@ -446,5 +446,8 @@ async def test_sighup(nursery: trio.Nursery, tmp_path: Path) -> None:
         process.send_signal(signal.SIGHUP)
         await until(lambda: logged("configuration not reloaded, nothing has changed"))
         assert "this is not TOML" in lines[-1]["reason"]
+        process.send_signal(signal.SIGUSR1)
+        await until(lambda: logged("tasks dumped"))
+        assert any("smgd.engine.link" in line["at"] for line in logged("task"))
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0

@@ -97,11 +97,13 @@ BACKENDS: Final[Mapping[str, Backend]] = {
 _NAME: Final = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 
 # How engines spell the number of GPUs that one of them takes: that of tensor parallelism times that
-# of pipeline stages.
+# of pipeline stages times that of prefill context parallelism (vLLM's `world_size`).
 _TENSOR_PARALLEL: Final = (
     "--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--attn-tp-size"
 )  # fmt: skip
 _PIPELINE_PARALLEL: Final = ("--pipeline-parallel-size", "-pp", "--pp", "--pp-size")
+_PREFILL_PARALLEL: Final = ("--prefill-context-parallel-size", "-pcp")
+_SIZES: Final = (_TENSOR_PARALLEL, _PIPELINE_PARALLEL, _PREFILL_PARALLEL)
 
 
 def build(backend: Backend, site: Site, args: Sequence[str]) -> Command:
@@ -133,7 +135,7 @@ def unknown_names(words: Iterable[str]) -> list[str]:
 
 def gpu_count(args: Sequence[str]) -> int:
     """Return how many GPUs one engine with these arguments takes."""
-    return prod(_largest(args, flags) for flags in (_TENSOR_PARALLEL, _PIPELINE_PARALLEL))
+    return prod(_largest(args, flags) for flags in _SIZES)
 
 
 def _largest(args: Sequence[str], flags: Sequence[str]) -> int:

@@ -61,7 +61,8 @@ class Host(msgspec.Struct, frozen=True):
     @property
     def socket_directory(self) -> str:
         """Return the directory in which the engines' sockets lie."""
-        return self.environ.get(SOCKET_DIRECTORY) or f"/tmp/smgd-zmq-{self.uid}"  # noqa: S108
+        given = self.environ.get(SOCKET_DIRECTORY, "").rstrip("/")
+        return given or f"/tmp/smgd-zmq-{self.uid}"  # noqa: S108
 
     @property
     def is_service(self) -> bool:

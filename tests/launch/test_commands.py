@@ -157,6 +157,8 @@ def test_names_in_braces_that_mean_nothing_are_told_from_other_braces() -> None:
         ("--tensor_parallel_size=4", 4),
         ("-tp 2 -pp 3", 6),
         ("--tp-size 2 --pp-size 2", 4),
+        ("-tp 2 -pcp 2", 4),
+        ("--prefill-context-parallel-size=4 -pp 2", 8),
         ("--tp 8 --attn-tp-size 4", 8),
         ("--tensor-parallel-size", 1),
         ("--tensor-parallel-size auto", 1),

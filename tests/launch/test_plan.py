@@ -70,8 +70,9 @@ def test_engines_are_numbered_through_all_tables() -> None:
     ]
 
 
-def test_the_socket_directory_is_that_of_the_environment() -> None:
-    result = planned({}, on=host(SMGD_ZMQ_SOCKET_DIR="/run/e"))
+@pytest.mark.parametrize("given", ["/run/e", "/run/e/", "/run/e//"])
+def test_the_socket_directory_is_that_of_the_environment(given: str) -> None:
+    result = planned({}, on=host(SMGD_ZMQ_SOCKET_DIR=given))
     assert result.workers[0].url == "ipc:///run/e/engine-31000"
 
 

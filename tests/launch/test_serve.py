@@ -132,6 +132,8 @@ def test_help_needs_no_engine_and_says_where_flags_go(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["--router-cache-threshold", "1"], "there is no flag --router-cache-threshold"),
+        (["--x", "1", "--router-zmq-engine-count=2"], "no flag --router-zmq-engine-count=2"),
         (["org/m"], "smgd serve: there is nothing to do with 'org/m' (see smgd serve --help)"),
         (["--connection-mode", "grpc"], "argument --connection-mode: invalid choice: 'grpc'"),
         (["--backend", "mlx"], 'allowed is "sglang", "sim", "tokenspeed", "vllm"'),
