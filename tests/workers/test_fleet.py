@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from msgspec import structs
 
 from smgd.config import HealthConfig, WorkerConfig
 from smgd.core import RequestIds
@@ -498,7 +499,9 @@ def test_a_configured_worker_as_a_spec() -> None:
     worker = WorkerConfig(url="ipc:///x/e0", engine_count=2)
     model = ModelSource(id="m", path="/models/m", tokenizer_path="/t", aliases=("n",))
     spec = spec_of(worker, model)
-    assert (spec.url, spec.dp_size, spec.declared_runtimes) == ("ipc:///x/e0", 2, ["vllm"])
+    assert (spec.url, spec.dp_size, spec.declared_runtimes) == ("ipc:///x/e0", 2, [])
+    declared = spec_of(structs.replace(worker, runtime_type="vllm"), model)
+    assert declared.declared_runtimes == ["vllm"]
     assert spec.wanted_model == model
 
 
