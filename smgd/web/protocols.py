@@ -41,8 +41,13 @@ class _Requests(h11.Connection):
 
     Behind the last request that it is to make, a client may send anything (RFC 9112, 9.6): h11
     takes that for an error, and Hypercorn for one of the request that is being answered. And once
-    an answer is on its way, a body that turns bad must not cut it.
+    an answer is on its way, a body that turns bad must not cut it. Before a request there may be
+    line breaks (RFC 9112, 2.2), though no more than a head has bytes: the next is h11's to refuse.
     """
+
+    def __init__(self, max_head: int) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size=max_head)
+        self._max_breaks = self._breaks = max_head
 
     def _deaf(self) -> bool:
         return self.their_state is h11.MUST_CLOSE or (
@@ -56,12 +61,22 @@ class _Requests(h11.Connection):
     def next_event(self) -> Any:
         if self._deaf():
             return h11.NEED_DATA
+        if self.their_state is h11.IDLE:
+            self._skip_line_breaks()
+        else:
+            self._breaks = self._max_breaks
         try:
             return super().next_event()
         except h11.RemoteProtocolError:
             if not self._deaf():
                 raise
             return h11.NEED_DATA
+
+    def _skip_line_breaks(self) -> None:
+        waiting = self.trailing_data[0]
+        breaks = min(len(waiting) - len(waiting.lstrip(b"\r\n")), self._breaks)
+        self._breaks -= breaks
+        self._receive_buffer.maybe_extract_at_most(breaks)
 
 
 class StockH11(H11Protocol):
@@ -72,8 +87,7 @@ class StockH11(H11Protocol):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        limit = self.config.h11_max_incomplete_size
-        self.connection = _Requests(h11.SERVER, max_incomplete_event_size=limit)
+        self.connection = _Requests(self.config.h11_max_incomplete_size)
         self._head = b""
 
     @property

@@ -152,6 +152,35 @@ async def test_pipelined_requests_may_be_cut_anywhere(serving: Serving) -> None:
             assert (await read_answer(client)).body == b"quart:second"
 
 
+@pytest.mark.parametrize("between", [b"\r\n", b"\n", b"\r\n" * 100])
+@pytest.mark.parametrize("path", ["/echo", "/quart"])
+async def test_line_breaks_before_a_request_are_ignored(
+    serving: Serving, path: str, between: bytes
+) -> None:
+    """As some send them behind a body (RFC 9112, 2.2)."""
+    asked = request(path, body=b"x")
+    async with serving(Site().app) as server, await server.connect() as client:
+        await client.send_all((between + asked) * 5)
+        for _ in range(5):
+            assert (await read_answer(client)).body.endswith(b":x")
+        await client.send_all(between[:1])
+        await trio.sleep(0.01)
+        await client.send_all(between[1:])
+        await trio.sleep(0.01)
+        await client.send_all(asked)
+        assert (await read_answer(client)).body.endswith(b":x")
+
+
+async def test_line_breaks_of_many_requests_are_not_added_up(serving: Serving) -> None:
+    app = Site().app
+    async with serving(app, max_header_bytes=300) as server, await server.connect() as client:
+        for _ in range(10):
+            await client.send_all(b"\r\n" * 100 + request("/echo", body=b"x"))
+            assert (await read_answer(client)).body == b"echo:x"
+        await client.send_all(b"\r\n" * 151)
+        assert (await read_answer(client)).status in (400, 431)
+
+
 async def test_requests_byte_by_byte(serving: Serving) -> None:
     async with serving(Site().app) as server, await server.connect() as client:
         for byte in request("/echo", "X: y", body=b"body"):
