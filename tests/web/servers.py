@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -90,6 +91,31 @@ async def elapse_until(
     """Let time pass until `condition` holds, no faster than what it sets off."""
     while not condition():
         await elapse(clock, step)
+
+
+class Turns:
+    """Counts the loop's turns; in one, every task runs that is ready when it begins.
+
+    In which order is trio's whim: so within one count parts of two turns may happen.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen: list[int] = []
+
+    async def run(self) -> None:
+        while True:
+            await trio.lowlevel.checkpoint()
+            self.count += 1
+
+    def note(self) -> None:
+        """Note that something happens now."""
+        self.seen.append(self.count)
+
+    @property
+    def most(self) -> int:
+        """How often something happened within one count."""
+        return max(Counter(self.seen).values())
 
 
 @dataclass

@@ -14,7 +14,16 @@ from trio.testing import MockClock
 from smgd.errors import ApiError
 from smgd.web.exchange import AsgiExchange, Exchange, Routes, SinkClosed, plain_path
 from tests.support import PATIENCE
-from tests.web.servers import Serving, closed, elapse, read_all, read_answer, read_until, request
+from tests.web.servers import (
+    Serving,
+    Turns,
+    closed,
+    elapse,
+    read_all,
+    read_answer,
+    read_until,
+    request,
+)
 
 LIMIT = 100_000
 
@@ -307,6 +316,29 @@ async def test_a_handler_that_forgets_to_end_cuts_the_answer_short(serving: Serv
             await client.send_all(request("/"))
             assert (await read_all(client)).endswith(b"4\r\nhalf\r\n")
     assert [line["event"] for line in lines] == ["a handler left its response unfinished"]
+
+
+async def test_a_handler_that_only_writes_lets_others_run_each_time(serving: Serving) -> None:
+    """Also while the client takes all of it, so that no write waits for the socket."""
+    turns = Turns()
+
+    async def handler(exchange: Exchange) -> None:
+        await exchange.start(200, [])
+        for _ in range(50):
+            turns.note()
+            await exchange.write(b"x")
+        await exchange.end()
+
+    async with (
+        serving(only(handler)) as server,
+        await server.connect() as client,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(turns.run)
+        await client.send_all(request("/"))
+        assert (await read_answer(client)).body == b"x" * 50
+        nursery.cancel_scope.cancel()
+    assert turns.most <= 2
 
 
 async def test_a_handler_that_only_writes_leaves_room_for_others(serving: Serving) -> None:

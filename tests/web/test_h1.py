@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import trio
 
+from smgd.web.connection import Connection
 from smgd.web.exchange import Exchange, Routes, SinkClosed
 from smgd.web.h1 import FastExchange
 from tests.support import PATIENCE
@@ -168,17 +169,36 @@ def wait_for_reset(exchange: Exchange) -> None:
     assert poll.poll(PATIENCE * 1000)
 
 
+async def reset_unnoticed(stage: Stage, client: trio.SocketStream) -> None:
+    """Reset the connection, of which nothing but a write can tell its task."""
+    assert isinstance(stage.exchange, FastExchange)
+    connection = stage.exchange._h1.link
+    assert isinstance(connection, Connection)
+    connection._shared.hangups.remove(connection.raw.fileno(), connection)
+    stage.exchange.write_nowait(b"unread")  # unread input makes the client's close a reset
+    await trio.lowlevel.wait_readable(client.socket)
+    client.socket.close()
+    wait_for_reset(stage.exchange)
+
+
 async def test_a_reset_found_by_a_direct_write_cancels_the_handler(serving: Serving) -> None:
     async with staged(serving) as (stage, client):
-        stage.exchange.write_nowait(b"unread")  # unread input makes the client's close a reset
-        await trio.lowlevel.wait_readable(client.socket)
-        client.socket.close()
-        wait_for_reset(stage.exchange)
+        await reset_unnoticed(stage, client)
         with pytest.raises(SinkClosed, match="gone"):
             stage.exchange.write_nowait(b"x")
         with trio.fail_after(PATIENCE):
             await stage.ended.wait()
         assert stage.cancelled
+
+
+async def test_a_reset_found_by_the_last_write_cancels_the_handler(serving: Serving) -> None:
+    async with staged(serving) as (stage, client):
+        await reset_unnoticed(stage, client)
+        stage.go_on.set()
+        with trio.fail_after(PATIENCE):
+            await stage.ended.wait()
+        assert stage.cancelled
+        assert not stage.exchange.finished
 
 
 async def test_a_write_that_was_cut_off_ends_the_connection(serving: Serving) -> None:

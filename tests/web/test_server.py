@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import structlog
 import trio
 from hypercorn.config import Config
-from hypercorn.events import RawData, Updated
+from hypercorn.events import Closed, RawData, Updated
 from hypercorn.protocol.events import EndBody, StreamClosed
 from hypercorn.protocol.h2 import H2Protocol, StreamBuffer
 from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
@@ -31,10 +32,12 @@ from smgd.web import hyper
 from smgd.web.exchange import Exchange, Routes
 from smgd.web.hyper import check_hypercorn
 from smgd.web.server import ServerSettings, open_listeners, serve
+from smgd.web.turns import WIDTH
 from tests.support import PATIENCE
 from tests.web.servers import (
     NEVER,
     Serving,
+    Turns,
     closed,
     elapse,
     elapse_until,
@@ -346,6 +349,47 @@ async def test_cancelling_the_server_ends_it_at_once(serving: Serving) -> None:
     assert flood.ends == ["cancelled"]
 
 
+async def test_a_burst_of_requests_leaves_the_loop_to_what_runs(serving: Serving) -> None:
+    turns = Turns()
+
+    async def handler(exchange: Exchange) -> None:
+        turns.note()
+        await hello(exchange)
+
+    async with serving(app_of(handler=handler)) as server, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(await server.connect()) for _ in range(100)]
+        await wait_all_tasks_blocked()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(turns.run)
+            for client in clients:
+                os.write(client.socket.fileno(), request("/handler"))  # all in one turn
+            for client in clients:
+                assert (await read_answer(client)).body == b"hello"
+            nursery.cancel_scope.cancel()
+    assert len(turns.seen) == 100
+    assert turns.most <= 3 * WIDTH
+
+
+async def test_pipelined_requests_leave_the_loop_to_others(serving: Serving) -> None:
+    turns = Turns()
+
+    async def handler(exchange: Exchange) -> None:
+        turns.note()
+        await exchange.respond(200, [], b"")
+
+    async with (
+        serving(app_of(handler=handler)) as server,
+        await server.connect() as client,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(turns.run)
+        await client.send_all(request("/handler") * 50)
+        for _ in range(50):
+            assert (await read_answer(client)).status == 200
+        nursery.cancel_scope.cancel()
+    assert turns.most <= 2
+
+
 async def test_no_descriptor_is_left_behind(serving: Serving) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -459,6 +503,21 @@ async def test_who_cannot_be_read_is_told_of(serving: Serving, data: bytes, stat
         answered = (await read_answer(client)).status
         assert answered in (status, 400)  # h11 knows no more of the last but one
     assert told == [("127.0.0.1", answered)]
+
+
+async def test_who_writes_while_the_end_is_told_is_told_so(serving: Serving) -> None:
+    """In whatever order trio runs the two: hence more than once."""
+    async with serving(nothing) as server:
+        for _ in range(20):
+            async with await server.connect():
+                await until(lambda: server.connections)
+                [connection] = server.connections
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(connection.protocol_send, Closed())
+                    await until(lambda: connection._ending)  # noqa: B023  (it is called here)
+                    with pytest.raises(trio.BrokenResourceError, match="the client is gone"):
+                        await connection.protocol_send(RawData(b"late"))
+                await until(lambda: not server.connections)
 
 
 async def test_a_malformed_body_is_its_requests_and_told_once(serving: Serving) -> None:
