@@ -72,7 +72,7 @@ def _commands(directory: Path, port: int) -> list[list[str]]:
     config.write_text("[server]\ndrain_window = 0\n")  # no balancer has to turn away first
     daemon = [
         *("launch", "--config", str(config)),
-        *("--worker-urls", url, "--model-path", "smgd-sim"),
+        *("--worker-urls", url, "--backend", "vllm", "--model-path", "smgd-sim"),
         *("--host", HOST, "--port", str(port), "--prometheus-port", "0", "--log-level", "warn"),
     ]
     engine = [
