@@ -46,7 +46,7 @@ _EXAMPLES: Final = """\
 examples:
   smgd demo
       start smgd with a simulated engine and stream an answer: no GPU, no download
-  smgd launch --worker-urls ipc:///tmp/smg-zmq/engine-0 --model-path Qwen/Qwen3-8B
+  smgd launch --worker-urls ipc:///tmp/smg-zmq/engine-0 --backend vllm --model-path Qwen/Qwen3-8B
       serve one vLLM engine; the log says which address the engine has to dial
   smgd serve --model Qwen/Qwen3-8B --max-model-len 16384
       start a vLLM engine and the daemon in front of it
@@ -92,18 +92,18 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     own, for_engine = _split(argv)
     args, unknown = parser.parse_known_args(own)
-    if args.command is _serve_engines:
-        # The rest is the engine's, but for what no engine has.
-        refused = [word for word in unknown if word.startswith("--router-")] or [
-            word for word in unknown[:1] if not word.startswith("-")
-        ]
-    else:
-        refused = unknown
-    if refused:
+    for_engines = args.command is _serve_engines
+    if refused := _not_for_engines(unknown) if for_engines else unknown:
         args.parser.error(_unknown(refused[0], args.parser.format_usage()))
-    if args.command is _serve_engines:
+    if for_engines:
         _take_engine_arguments(args, (*unknown, *for_engine))
     return args
+
+
+def _not_for_engines(unknown: Sequence[str]) -> list[str]:
+    """Return what no engine takes: flags of smg's router, and a word that belongs to no flag."""
+    words = [word for word in unknown[:1] if not word.startswith("-")]
+    return [word for word in unknown if word.startswith("--router-")] + words
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

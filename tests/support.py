@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import trio
 
@@ -36,6 +37,18 @@ MEASURING = "COVERAGE_PROCESS_CONFIG"
 def unmeasured() -> dict[str, str]:
     """Return the environment for a program that may write no file where coverage wants one."""
     return {name: value for name, value in os.environ.items() if name != MEASURING}
+
+
+@contextmanager
+def full_queue(server: socket.socket) -> Iterator[None]:
+    """Have a Unix socket that is bound listen, with as many clients as may wait for it."""
+    server.listen(0)
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
+        for client in (one, two):
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                client.connect(server.getsockname())
+        yield
 
 
 @contextmanager

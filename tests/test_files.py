@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from smgd.files import credentials, hold, is_at, listener_of, write_whole
+from tests.support import full_queue
 
 
 @pytest.fixture
@@ -105,12 +105,7 @@ def test_who_listens_on_a_socket(path: Path) -> None:
 def test_a_listener_with_a_full_queue_is_one_whose_pid_cannot_be_told(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
-        server.listen(0)
-        with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
-            for client in (one, two):
-                client.setblocking(False)
-                with suppress(BlockingIOError):
-                    client.connect(str(path))
+        with full_queue(server):
             assert listener_of(path) == 0
 
 

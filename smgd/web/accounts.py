@@ -9,7 +9,7 @@ from smgd.api.base import Plan
 from smgd.api.envelope import Usage
 from smgd.core import Timings
 from smgd.dispatch import Generation
-from smgd.errors import ApiError, WorkerLeftError
+from smgd.errors import UNDECODABLE, ApiError, WorkerLeftError
 from smgd.metrics import Finished
 from smgd.text.catalog import Catalog
 from smgd.web import gate
@@ -90,7 +90,7 @@ def named_model(catalog: Catalog, body: bytes) -> str:
     """Return what metrics call the model that a body names, however wrong the body may be else."""
     try:
         name = _named.decode(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         name = ""
     if not name:
         return "unknown"

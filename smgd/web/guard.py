@@ -26,8 +26,9 @@ class GuardedApp:
        Quart-Trio does) would cancel the send before the connection is closed or recycled, and the
        connection would stay open for ever.
 
-    Lifespan is not passed on: what has to be started and stopped is the daemon's, in its order
-    and its nurseries. Quart's `before_serving` hooks therefore never run.
+    Of HTTP alone: `protocols` begins no WebSocket. Lifespan is not passed on: what has to be
+    started and stopped is the daemon's, in its order and its nurseries. Quart's `before_serving`
+    hooks therefore never run.
     """
 
     def __init__(self, routes: Routes, settings: ServerSettings) -> None:
@@ -38,9 +39,6 @@ class GuardedApp:
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, *_: Callable[..., Any]
     ) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close"})
-            return
         guard = self._guarded_h2 if scope["http_version"] == "2" else _guarded_h1
         try:
             await self._dispatch(scope, receive, guard(send))

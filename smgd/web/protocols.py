@@ -131,8 +131,7 @@ class StockH11(H11Protocol):
 
     async def _send_error_response(self, status_code: int) -> None:
         if self.stream is None:  # else it is the body that is malformed
-            client = self.client[0] if self.client else ""
-            self.app.refused(client, status_code, "Malformed request")
+            _tell_refused(self, status_code)
         await super()._send_error_response(status_code)
 
     async def _check_protocol(self, event: h11.Request) -> None:
@@ -233,12 +232,16 @@ class StockH2(H2Protocol):
                     event.flow_controlled_length, event.stream_id
                 )
             elif isinstance(event, h2.events.RequestReceived) and not _readable(event.headers):
-                client = self.client[0] if self.client else ""
-                self.app.refused(client, 400, "Malformed request")
+                _tell_refused(self, 400)
                 self.connection.reset_stream(event.stream_id)
             else:
                 await super()._handle_events([event])
         await self._flush()
+
+
+def _tell_refused(protocol: StockH11 | StockH2, status: int) -> None:
+    client = protocol.client[0] if protocol.client else ""
+    protocol.app.refused(client, status, "Malformed request")
 
 
 def _readable(headers: Any) -> bool:

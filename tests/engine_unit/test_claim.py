@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from smgd.engine import paths
 from smgd.engine.claim import Claim
 from smgd.errors import WorkerError
+from tests.support import full_queue
 
 OTHER_OWNER = """
 import sys
@@ -122,16 +123,10 @@ def test_sockets_of_programs_that_know_no_lock_are_left_alone(
 
 def test_a_listener_with_a_full_queue_is_found_as_well(addresses: paths.Addresses) -> None:
     path = addresses.sockets[0]
-    with listener(path) as server:
-        server.listen(0)
-        with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
-            for client in (one, two):
-                client.setblocking(False)
-                with suppress(BlockingIOError):
-                    client.connect(str(path))
-            text = "is in use by the process with pid unknown: give"
-            with pytest.raises(WorkerError, match=text):
-                Claim(addresses).__enter__()
+    with listener(path) as server, full_queue(server):
+        text = "is in use by the process with pid unknown: give"
+        with pytest.raises(WorkerError, match=text):
+            Claim(addresses).__enter__()
 
 
 def test_other_files_are_not_removed(addresses: paths.Addresses) -> None:
